@@ -1,0 +1,35 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint types bench clean
+
+demo: .venv/demo  ## train on the embedded digits over clients of five sizes
+	$(BIN)/fedquilt train
+
+test: .venv/test lint types  ## everything that must hold
+	$(BIN)/python -m pytest
+
+lint: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/test
+	$(BIN)/mypy
+
+bench: .venv/test  ## speed and memory, against a bare PyTorch loop
+	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/merge.py
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/demo: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[onnx]'
+	touch $@
+
+.venv/test: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@ .venv/demo
+
+clean:
+	rm -rf .venv runs

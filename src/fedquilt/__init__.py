@@ -1,0 +1,55 @@
+"""Fedquilt: one federated model, cut to fit every device."""
+
+from fedquilt.customize.export import export
+from fedquilt.data.population import Population, clients
+from fedquilt.errors import FedquiltError
+from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.federation.average import average
+from fedquilt.federation.client import Client, Task, Update
+from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.methods import METHODS, FedAvg, HeteroFL, Method, lg_fedavg, standalone
+from fedquilt.runs.loop import Pace
+from fedquilt.runs.run import Run, open_run, train
+from fedquilt.structure.budget import Budget, fit
+from fedquilt.structure.cost import Cost, cost
+from fedquilt.structure.cut import build, take
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.subnet import Subnet
+from fedquilt.training.sgd import SGD, Optimiser
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "METHODS",
+    "SGD",
+    "Budget",
+    "Client",
+    "Cost",
+    "FedAvg",
+    "FedquiltError",
+    "HeteroFL",
+    "Method",
+    "Optimiser",
+    "Pace",
+    "Phase",
+    "Population",
+    "Run",
+    "Setup",
+    "SizeScore",
+    "State",
+    "Structure",
+    "Subnet",
+    "Task",
+    "Update",
+    "average",
+    "build",
+    "clients",
+    "cost",
+    "export",
+    "fit",
+    "lg_fedavg",
+    "open_run",
+    "standalone",
+    "take",
+    "train",
+]

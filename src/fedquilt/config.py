@@ -1,0 +1,235 @@
+"""Settings of a run: read from TOML and the command line, checked once, then passed down."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, nn
+
+from fedquilt.data.load import Source, load
+from fedquilt.data.population import Population, clients
+from fedquilt.errors import ConfigError, unknown
+from fedquilt.methods import METHODS
+from fedquilt.methods.method import Method
+from fedquilt.models import find, make
+from fedquilt.training.sgd import Optimiser
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSection(_Section):
+    """Where examples come from, and how clients share them."""
+
+    source: str = "digits"
+    partition: str = "iid"
+    clients: int | None = Field(10, ge=1)
+    budgets: str | list[float | dict[str, float]] = Field(default=[1.0, 0.5, 0.25, 0.125, 0.0625])
+
+
+class ModelSection(BaseModel):
+    """The supernet: a known name or file.py:function, and its own options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = "heterofl-cnn"
+    exclude: tuple[str, ...] = ()
+
+
+class MethodSection(BaseModel):
+    """The method and its own options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = "heterofl"
+
+
+class OptimiserSection(_Section):
+    """Local SGD; what is left out has the method's default."""
+
+    lr: float | None = Field(None, gt=0)
+    momentum: float | None = Field(None, ge=0, lt=1)
+    weight_decay: float | None = Field(None, ge=0)
+    epochs: int | None = Field(None, ge=1)
+    batch_size: int | None = Field(None, ge=1)
+    clip: float | None = Field(None, ge=0)  # 0: no clipping
+    milestones: tuple[int, ...] | None = None
+    decay: float | None = Field(None, gt=0)
+
+
+class RunSection(_Section):
+    """How the run goes about it; nothing here changes a result."""
+
+    workers: int | None = Field(None, ge=0)
+    evaluate_every: int = Field(10, ge=0)
+    checkpoint_every: int = Field(10, ge=0)
+
+
+class Config(_Section):
+    """All settings of a run."""
+
+    seed: int = Field(0, ge=0)
+    rounds: int = Field(40, ge=1)
+    data: DataSection = DataSection()
+    model: ModelSection = ModelSection()
+    method: MethodSection = MethodSection()
+    optimiser: OptimiserSection = OptimiserSection()
+    run: RunSection = RunSection()
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file, not yet checked."""
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"the config file '{path}' does not exist") from None
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"the config file '{path}' cannot be read: {problem}") from problem
+
+
+def override(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with dotted names replaced.
+
+    >>> override({"data": {"source": "mnist"}}, {"data.clients": 5, "rounds": 2})
+    {'data': {'source': 'mnist', 'clients': 5}, 'rounds': 2}
+    """
+    result: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in settings.items()}
+    for name, value in changes.items():
+        *sections, key = name.split(".")
+        place = result
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"'{section}' is no section, so '{name}' cannot be set")
+        place[key] = value
+    return result
+
+
+def checked(settings: Mapping[str, Any]) -> Config:
+    """The settings, or one sentence about the first that is wrong."""
+    try:
+        return Config.model_validate(dict(settings))
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        place = ".".join(str(p) for p in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(_unknown_setting(first["loc"])) from None
+        raise ConfigError(
+            f"setting '{place}': {first['msg'].lower()}, got {first['input']!r}"
+        ) from None
+
+
+def _unknown_setting(place: tuple[int | str, ...]) -> str:
+    section: Any = Config
+    for part in place[:-1]:
+        section = section.model_fields[str(part)].annotation
+    return unknown("setting", str(place[-1]), section.model_fields)
+
+
+def as_toml(config: Config) -> str:
+    """The settings as TOML, everything spelled out."""
+    values = config.model_dump(exclude_none=True)
+    lines = [f"{k} = {_toml(v)}" for k, v in values.items() if not isinstance(v, dict)]
+    for name, section in values.items():
+        if isinstance(section, dict):
+            lines += ["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in section.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return json.dumps(value)
+
+
+def method_of(config: Config) -> Method:
+    """The method that the settings name."""
+    section = config.method
+    factory = METHODS.get(section.name)
+    if factory is None:
+        raise ConfigError(unknown("method", section.name, METHODS))
+    given = {k: v for k, v in config.optimiser.model_dump().items() if v is not None}
+    options = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in (section.model_extra or {}).items()
+    }
+    accepted = set(inspect.signature(factory).parameters)
+    for name in options:
+        if name not in accepted:
+            raise ConfigError(
+                unknown(f"setting of method {section.name}", name, accepted - {"optimiser"})
+            )
+    default = _default_optimiser(factory)
+    values = {f.name: getattr(default, f.name) for f in fields(default)} | given
+    values["clip"] = values["clip"] or None
+    return factory(optimiser=Optimiser(**values), **options)
+
+
+def _default_optimiser(factory: Callable[..., Method]) -> Optimiser:
+    found: Optimiser = factory().optimiser  # type: ignore[attr-defined]
+    return found
+
+
+def source_of(config: Config) -> Source:
+    """The data that the settings name."""
+    return load(config.data.source)
+
+
+def population_of(config: Config, source: Source) -> Population:
+    """The clients that the settings describe."""
+    data = config.data
+    return clients(
+        source.train,
+        test=source.test,
+        partition=data.partition,
+        count=None if data.partition == "natural" else data.clients,
+        budgets=data.budgets,
+        seed=config.seed,
+        groups=(
+            None if source.groups_train is None else source.groups_train.tolist(),
+            None if source.groups_test is None else source.groups_test.tolist(),
+        ),
+    )
+
+
+def example_of(source: Source) -> Tensor:
+    """An input like the data's."""
+    x, _ = source.train.batch(torch.zeros(1, dtype=torch.int64))
+    return torch.zeros_like(x)
+
+
+def model_of(config: Config, source: Source | None) -> nn.Module:
+    """The model that the settings name, fitted to the data and initialised by the seed."""
+    options = dict(config.model.model_extra or {})
+    if source is not None:
+        options = {**_facts(source, find(config.model.name)), **options}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return make(config.model.name, options)
+
+
+def _facts(source: Source, factory: Callable[..., nn.Module]) -> dict[str, int]:
+    """What the data says about the model, as far as the model asks."""
+    known = {"num_classes": source.num_classes}
+    if source.train.inputs.ndim == 4:
+        known |= {
+            "in_channels": source.train.inputs.shape[1],
+            "image_size": source.train.inputs.shape[-1],
+        }
+    target = factory.func if isinstance(factory, partial) else factory
+    asked = inspect.signature(target).parameters
+    return {name: value for name, value in known.items() if name in asked}

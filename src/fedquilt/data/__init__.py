@@ -1,0 +1,22 @@
+"""Data: what a client holds, where it comes from, and how it is divided among clients."""
+
+from fedquilt.data.examples import ClientData, DatasetExamples, Examples, Normalise, as_examples
+from fedquilt.data.load import Source, load
+from fedquilt.data.partition import Partition, by_class, by_group, dirichlet, from_flwr, iid, parse
+
+__all__ = [
+    "ClientData",
+    "DatasetExamples",
+    "Examples",
+    "Normalise",
+    "Partition",
+    "Source",
+    "as_examples",
+    "by_class",
+    "by_group",
+    "dirichlet",
+    "from_flwr",
+    "iid",
+    "load",
+    "parse",
+]

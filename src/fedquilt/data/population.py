@@ -1,0 +1,132 @@
+"""Clients with their data: who takes part, what each holds and can afford."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedquilt.data.examples import ClientData, as_examples
+from fedquilt.data.partition import from_flwr, parse
+from fedquilt.errors import DataError
+from fedquilt.federation.client import SERVER, Client
+from fedquilt.federation.mix import Mix, deal
+
+
+@dataclass(frozen=True, eq=False)
+class Population:
+    """All clients of a run, and the data that stays with each of them.
+
+    The server's own held-out data, if it has any, is the test data of client ``SERVER``.
+    """
+
+    clients: tuple[Client, ...]
+    train: Mapping[int, ClientData]
+    test: Mapping[int, ClientData]
+
+    @property
+    def data(self) -> dict[str, Mapping[int, ClientData]]:
+        """By split, as engines take it."""
+        return {"train": self.train, "test": self.test}
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the server has test data."""
+        return SERVER in self.test
+
+    @property
+    def testers(self) -> tuple[int, ...]:
+        """Clients with test data of their own."""
+        return tuple(c.id for c in self.clients if len(self.test.get(c.id, ())))
+
+
+def clients(
+    train: Any,
+    *,
+    test: Any = None,
+    partition: Any = "iid",
+    count: int | None = None,
+    budgets: Mix = (1.0,),
+    seed: int = 0,
+    groups: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+) -> Population:
+    """Clients for a run.
+
+    ``train`` is one set that is divided by ``partition`` among ``count`` clients, or a list with one set
+    per client. A set is a ``torch.utils.data.Dataset`` of (input, label), or a pair of arrays.
+    ``test`` is one set, which the server holds and which is divided like the training set, or a list
+    per client. ``partition`` is text (``iid``, ``classes:2``, ``dirichlet:0.5``, ``domain``,
+    ``natural``) or a partitioner of flwr-datasets. ``budgets`` says what clients can afford, see
+    ``fedquilt.federation.mix``. ``groups`` are ids or domains of the training and the test examples.
+    """
+    if _is_per_client(train):
+        own = [as_examples(d) for d in train]
+        tests = [as_examples(d) for d in test] if _is_per_client(test) else []
+        if tests and len(tests) != len(own):
+            raise DataError(
+                f"there are {len(own)} clients but {len(tests)} test sets; give one each"
+            )
+        shared = None if test is None or tests else as_examples(test)
+        return _population(own, tests, shared, budgets)
+    whole = as_examples(train)
+    shared = None if test is None else as_examples(test)
+    parts, test_parts = _indices(whole, shared, partition, count, seed, groups)
+    return _population(
+        [whole.select(rows) for rows in parts],
+        [shared.select(rows) for rows in test_parts] if shared is not None else [],
+        shared,
+        budgets,
+    )
+
+
+def _is_per_client(data: Any) -> bool:
+    if not isinstance(data, (list, tuple)):
+        return False
+    is_pair = len(data) == 2 and all(hasattr(d, "dtype") for d in data)
+    return not is_pair
+
+
+def _indices(
+    whole: ClientData,
+    shared: ClientData | None,
+    partition: Any,
+    count: int | None,
+    seed: int,
+    groups: tuple[Sequence[int] | None, Sequence[int] | None],
+) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.int64]]]:
+    labels = np.asarray(whole.labels)
+    if not isinstance(partition, str):
+        return from_flwr(partition, labels), []
+    return parse(partition).split(
+        labels,
+        None if groups[0] is None else np.asarray(groups[0]),
+        np.zeros(0, np.int64) if shared is None else np.asarray(shared.labels),
+        None if groups[1] is None else np.asarray(groups[1]),
+        count,
+        seed,
+    )
+
+
+def _population(
+    train: Sequence[ClientData],
+    tests: Sequence[ClientData],
+    shared: ClientData | None,
+    budgets: Mix,
+) -> Population:
+    for number, examples in enumerate(train):
+        if len(examples) == 0:
+            raise DataError(
+                f"client {number} has no data; give it some, take fewer clients, or another partition"
+            )
+    dealt = deal(budgets, len(train))
+    found = tuple(
+        Client(i, len(examples), examples.label_set, budget)
+        for i, (examples, budget) in enumerate(zip(train, dealt, strict=True))
+    )
+    test = {i: examples for i, examples in enumerate(tests) if len(examples)}
+    if shared is not None:
+        test[SERVER] = shared
+    return Population(found, dict(enumerate(train)), test)

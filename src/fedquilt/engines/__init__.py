@@ -1,0 +1,1 @@
+"""Engines take tasks to clients and bring updates back; they do no mathematics."""

@@ -1,0 +1,60 @@
+"""What clients keep between rounds, as files that a checkpoint can go back to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+class KeptStates:
+    """One file per client and version; only the latest versions are current."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.versions: dict[int, int] = {}
+
+    def path(self, client: int, version: int) -> Path:
+        """Where a version of a client's state is."""
+        return self.folder / f"client-{client}.{version}.safetensors"
+
+    def current(self, client: int) -> Path | None:
+        """The file of a client's state, if it has any."""
+        version = self.versions.get(client)
+        return None if version is None else self.path(client, version)
+
+    def next(self, client: int) -> Path:
+        """Where the client's next state goes."""
+        return self.path(client, self.versions.get(client, 0) + 1)
+
+    def advance(self, client: int) -> None:
+        """The next state has been written and is current."""
+        self.versions[client] = self.versions.get(client, 0) + 1
+
+    def forget_others(self, *used: Mapping[int, int]) -> None:
+        """Removes the files of versions that none of the given ones uses."""
+        wanted = {self.path(c, v) for versions in used for c, v in versions.items()}
+        for path in self.folder.glob("client-*.safetensors*"):
+            if path not in wanted:
+                path.unlink()
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a client's state so that it is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    save_file({n: t.contiguous() for n, t in tensors.items()}, part)
+    part.replace(path)
+
+
+def read(path: Path | None) -> dict[str, Tensor] | None:
+    """A client's state, if it has any."""
+    return None if path is None else load_file(path)
+
+
+def is_sound(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a state may be kept: a diverged client goes on from its last sound one."""
+    return all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())

@@ -1,0 +1,421 @@
+"""The local engine: worker processes on this machine, one thread each.
+
+Global tensors are written once a round to a file in shared memory, which every worker maps; a
+worker takes its subnet from there. What comes back is a file as well, so that updates which are
+early wait outside the server's memory. The same code does the work in this very process
+when there are no workers. One thread everywhere, so the bits do not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fedquilt.data import ClientData
+from fedquilt.engines.kept import KeptStates, is_sound, read, write
+from fedquilt.federation.client import Failure, Task, Update
+from fedquilt.structure.cut import Params
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.subnet import Subnet
+from fedquilt.training.recipe import Recipe, Workbench
+
+Data = Mapping[str, Mapping[int, ClientData]]  # split -> client -> examples
+MOST_TRIES = 2  # a task whose worker died is done once more
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A task as it goes to a worker: its tensors stay in the files it names."""
+
+    number: int
+    client: int
+    subnets: tuple[Subnet, ...]
+    recipe: Recipe
+    seed: int
+    params: Path
+    state: Path | None
+    next_state: Path
+    answer: Path
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a worker says: the update without its tensors, or what went wrong."""
+
+    number: int
+    subnets: tuple[Subnet, ...] = ()
+    weight: float = 0.0
+    metrics: Mapping[str, float] | None = None
+    kept_state: bool = False
+    problem: str | None = None
+
+
+class LocalEngine:
+    """Runs tasks in ``workers`` processes, or in this one if there are none."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        data: Data,
+        *,
+        workers: int,
+        folder: Path | None = None,
+    ) -> None:
+        self._bench = Workbench(model, structure, data)
+        self._spool = Path(tempfile.mkdtemp(prefix="fedquilt-"))
+        self._states = KeptStates(folder or self._spool / "clients")
+        self._workers = [_Worker(self._bench) for _ in range(workers)]
+        self._files = 0
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Update | Failure]:
+        """Does the tasks; yields in their order."""
+        if self._workers:
+            yield from self._run_in_workers(tasks)
+        else:
+            yield from (self._run_here(task) for task in tasks)
+
+    def kept(self) -> Mapping[int, int]:
+        """The version of what each client keeps."""
+        return dict(self._states.versions)
+
+    def restore(self, kept: Mapping[int, int]) -> None:
+        """Goes back to these versions of what clients keep."""
+        self._states.versions = dict(kept)
+
+    def forget_others(self, *used: Mapping[int, int]) -> None:
+        """Removes what clients kept in versions that nobody needs any more."""
+        self._states.forget_others(*used)
+
+    def close(self) -> None:
+        """Ends all workers and removes temporary files."""
+        for worker in self._workers:
+            worker.end()
+        shutil.rmtree(self._spool, ignore_errors=True)
+
+    def __enter__(self) -> LocalEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run_here(self, task: Task) -> Update | Failure:
+        with one_thread():
+            try:
+                update, state = do_task(task, self._bench, read(self._states.current(task.client)))
+            except Exception as problem:
+                return Failure(task.client, _sentence(problem))
+        if state is not None:
+            write(self._states.next(task.client), state)
+            self._states.advance(task.client)
+        return update
+
+    def _run_in_workers(self, tasks: Sequence[Task]) -> Iterator[Update | Failure]:
+        queue = deque(_heaviest_first(tasks, self._bench.structure))
+        tries = [0] * len(tasks)
+        done: dict[int, _Answer | Failure] = {}
+        with _shared(tasks, self._spool) as shared:
+            orders = [self._order(i, task, shared[i]) for i, task in enumerate(tasks)]
+            try:
+                for number in range(len(tasks)):
+                    while number not in done:
+                        self._feed(queue, orders)
+                        self._listen(queue, orders, tries, done)
+                    self._feed(queue, orders)
+                    yield self._delivered(orders[number], done.pop(number))
+            finally:
+                self._drop_unfinished(orders)
+
+    def _order(self, number: int, task: Task, params: Path) -> _Order:
+        self._files += 1
+        return _Order(
+            number,
+            task.client,
+            task.subnets,
+            task.recipe,
+            task.seed,
+            params,
+            self._states.current(task.client),
+            self._states.next(task.client),
+            self._spool / f"update-{self._files}.safetensors",
+        )
+
+    def _feed(self, queue: deque[int], orders: Sequence[_Order]) -> None:
+        """Every worker has something to do, and, while there is plenty, something to do next."""
+        for ahead in (1, 2):
+            for worker in self._workers:
+                plenty = len(queue) > 2 * len(self._workers)
+                if queue and len(worker.orders) < ahead and (ahead == 1 or plenty):
+                    worker.send(orders[queue.popleft()])
+
+    def _listen(
+        self,
+        queue: deque[int],
+        orders: Sequence[_Order],
+        tries: list[int],
+        done: dict[int, _Answer | Failure],
+    ) -> None:
+        """Waits for a worker to answer or to die."""
+        ready = connection.wait(
+            [w.pipe for w in self._workers] + [w.sentinel for w in self._workers]
+        )
+        for worker in self._workers:
+            if worker.pipe in ready:
+                answer = worker.receive()
+                if answer is not None:
+                    done[answer.number] = answer
+                    continue
+            if worker.pipe in ready or worker.sentinel in ready:
+                code = worker.replace(self._bench)
+                waiting, worker.orders = worker.orders, deque()
+                for position, order in enumerate(waiting):
+                    tries[order.number] += position == 0
+                    if tries[order.number] < MOST_TRIES:
+                        queue.appendleft(order.number)
+                    else:
+                        done[order.number] = Failure(order.client, _death(code))
+
+    def _delivered(self, order: _Order, answer: _Answer | Failure) -> Update | Failure:
+        if isinstance(answer, Failure):
+            return answer
+        if answer.problem is not None:
+            return Failure(order.client, answer.problem)
+        if answer.kept_state:
+            self._states.advance(order.client)
+        tensors = load_file(order.answer) if answer.subnets else {}
+        order.answer.unlink(missing_ok=True)
+        return Update(
+            order.client,
+            answer.subnets,
+            _unpacked(tensors, len(answer.subnets)),
+            answer.weight,
+            answer.metrics or {},
+        )
+
+    def _drop_unfinished(self, orders: Sequence[_Order]) -> None:
+        """A round that was left early leaves nothing behind: its workers start afresh."""
+        for worker in self._workers:
+            if worker.orders:
+                worker.replace(self._bench)
+                worker.orders.clear()
+        for order in orders:
+            order.answer.unlink(missing_ok=True)
+
+
+def do_task(
+    task: Task, bench: Workbench, state: Mapping[str, Tensor] | None
+) -> tuple[Update, Mapping[str, Tensor] | None]:
+    """The client's work: its update, and what it keeps if that has changed and is sound."""
+    bench.kept, bench.to_keep = state, None
+    update = task.recipe.run(task, bench)
+    kept = bench.to_keep
+    return update, kept if kept is not None and is_sound(kept) else None
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch with one thread, as workers have it, so that the bits are theirs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _shared(tasks: Sequence[Task], spool: Path) -> Iterator[list[Path]]:
+    """Files with the tasks' global tensors, in shared memory where there is some."""
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="fedquilt-", dir=memory if memory.is_dir() else spool))
+    paths: dict[int, Path] = {}
+    try:
+        for task in tasks:
+            if id(task.params) not in paths:
+                path = folder / f"{len(paths)}.safetensors"
+                save_file({n: t.detach().contiguous() for n, t in task.params.items()}, path)
+                paths[id(task.params)] = path
+        yield [paths[id(task.params)] for task in tasks]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _heaviest_first(tasks: Sequence[Task], structure: Structure) -> list[int]:
+    """Long tasks start early, so that no worker is left alone with one at the end."""
+    sizes: dict[tuple[Subnet, ...], float] = {}
+    for task in tasks:
+        if task.subnets not in sizes:
+            sizes[task.subnets] = sum(_share(s, structure) for s in task.subnets)
+    return sorted(range(len(tasks)), key=lambda i: -sizes[tasks[i].subnets])
+
+
+def _share(subnet: Subnet, structure: Structure) -> float:
+    kept = [structure.kept(subnet, g) / structure.groups[g].size for g in structure.cut_groups()]
+    return sum(kept) / max(len(kept), 1)
+
+
+def _packed(parts: Sequence[Params]) -> dict[str, Tensor]:
+    return {f"{i}/{n}": t.contiguous() for i, part in enumerate(parts) for n, t in part.items()}
+
+
+def _unpacked(tensors: Params, count: int) -> tuple[dict[str, Tensor], ...]:
+    parts: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(count))
+    for name, tensor in tensors.items():
+        number, _, rest = name.partition("/")
+        parts[int(number)][rest] = tensor
+    return parts
+
+
+def _sentence(problem: BaseException) -> str:
+    where = traceback.extract_tb(problem.__traceback__)[-1]
+    return f"{type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})"
+
+
+def _death(code: int | None) -> str:
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+        return f"its worker was ended by {name} twice{hint}"
+    return f"its worker ended twice with exit code {code}"
+
+
+class _Worker:
+    """One worker process and the orders it holds; the first is the one it works on."""
+
+    def __init__(self, bench: Workbench) -> None:
+        self.orders: deque[_Order] = deque()
+        self._start(bench)
+
+    def _start(self, bench: Workbench) -> None:
+        # forked, where that is possible: data and model need not be sent, nor be importable
+        context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process: BaseProcess = context.Process(
+            target=_work, args=(theirs, self.pipe, bench, os.getpid()), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    @property
+    def sentinel(self) -> int:
+        """Becomes ready when the process ends."""
+        return self._process.sentinel
+
+    def send(self, order: _Order) -> None:
+        """Gives the worker something to do; if it has just died, that is noticed when listening."""
+        self.orders.append(order)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.pipe.send(order)
+
+    def receive(self) -> _Answer | None:
+        """Its answer, or None if it died instead."""
+        try:
+            answer: _Answer = self.pipe.recv()
+        except (EOFError, OSError):
+            return None
+        self.orders.popleft()
+        return answer
+
+    def replace(self, bench: Workbench) -> int | None:
+        """A fresh process in place of this one; the old one's exit code."""
+        code = self.end()
+        self._start(bench)
+        return code
+
+    def end(self) -> int | None:
+        """Ends the process; its exit code."""
+        self.pipe.close()
+        if self._process.is_alive():
+            self._process.join(timeout=0.05)
+        code = self._process.exitcode
+        if code is None:
+            self._process.kill()
+            self._process.join()
+        return code
+
+
+def _work(pipe: Connection, parents_end: Connection, bench: Workbench, parent: int) -> None:
+    """A worker's life: take an order, do it, answer."""
+    parents_end.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with(parent)
+    keep_memory()
+    torch.set_num_threads(1)
+    params = _Params()
+    while True:
+        try:
+            order: _Order = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answer = _do(order, bench, params)
+        except Exception as problem:
+            answer = _Answer(order.number, problem=_sentence(problem))
+        pipe.send(answer)
+
+
+def _do(order: _Order, bench: Workbench, params: _Params) -> _Answer:
+    task = Task(order.client, order.subnets, params.read(order.params), order.recipe, order.seed)
+    update, state = do_task(task, bench, read(order.state))
+    if update.subnets:
+        save_file(_packed(update.params), order.answer)
+    if state is not None:
+        write(order.next_state, state)
+    return _Answer(order.number, update.subnets, update.weight, update.metrics, state is not None)
+
+
+class _Params:
+    """The round's global tensors, mapped into this process once."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._tensors: dict[str, Tensor] = {}
+
+    def read(self, path: Path) -> Params:
+        if path != self._path:
+            with safe_open(path, framework="pt") as file:
+                self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            self._path = path
+        return self._tensors
+
+
+def die_with(parent: int) -> None:
+    """This process ends when its parent does, however that happens (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def keep_memory() -> None:
+    """The C library keeps freed memory instead of giving it back to the system each time (glibc).
+
+    Training frees and asks for the same large blocks at every step; with the defaults each
+    of them is returned to the system and cleared by it again.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(-4, 0)  # M_MMAP_MAX
+            libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+            libc.mallopt(-2, 2**26)  # M_TOP_PAD

@@ -1,0 +1,1 @@
+"""Numbers out: how good a model is at every size."""

@@ -1,0 +1,1 @@
+"""The nouns that server and clients share, and the one way in which updates come together."""

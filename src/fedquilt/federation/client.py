@@ -1,0 +1,73 @@
+"""Clients, the tasks they are given, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from fedquilt.structure.budget import Budget
+from fedquilt.structure.cut import Params
+from fedquilt.structure.subnet import Subnet
+
+if TYPE_CHECKING:
+    from fedquilt.training.recipe import Recipe
+
+SERVER = -1  # the client that holds the server's own held-out data
+
+
+@dataclass(frozen=True)
+class Client:
+    """What the server knows about one participant."""
+
+    id: int
+    num_examples: int
+    labels: tuple[int, ...] = ()  # classes it has
+    budget: Budget = field(default_factory=Budget)
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What the server asks of a client: a recipe, and the subnets to do it with.
+
+    ``params`` are the global tensors, by reference; whoever moves the task to the client takes the
+    subnets' cells from them, so only those travel.
+    """
+
+    client: int
+    subnets: tuple[Subnet, ...]
+    params: Params
+    recipe: Recipe
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """What a client sends back: subnets, which it may have chosen itself, and their tensors."""
+
+    client: int
+    subnets: tuple[Subnet, ...]
+    params: tuple[Mapping[str, Tensor], ...]
+    weight: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A client that gave no usable answer, and why."""
+
+    client: int
+    reason: str
+
+
+def seed_of(*parts: int) -> int:
+    """A seed for one stream of randomness, such as (seed, round, client).
+
+    >>> seed_of(0, 1, 2) == seed_of(0, 1, 2) != seed_of(0, 2, 1)
+    True
+    """
+    numbers = [part % 2**32 for part in parts]
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))

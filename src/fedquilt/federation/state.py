@@ -1,0 +1,49 @@
+"""What a run is about, and everything that survives from one round to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedquilt.federation.client import Client
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.trace import Example
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What stays the same during a run."""
+
+    model: nn.Module
+    structure: Structure
+    example: Example
+    clients: tuple[Client, ...]
+    rounds: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of rounds in which clients do the same kind of work.
+
+    ``fraction`` of the clients take part in each round. A closing phase finishes a model: it is run
+    at the end, and on a copy whenever the model is evaluated on the way.
+    """
+
+    name: str
+    rounds: int
+    fraction: float
+    is_closing: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Everything that survives from one round to the next."""
+
+    round: int
+    phase: str
+    params: Mapping[str, Tensor]  # global tensors; a subnet's own are called name@owner
+    memory: Mapping[str, Any] = field(default_factory=dict)  # a method's own, as JSON values

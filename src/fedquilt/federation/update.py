@@ -1,0 +1,63 @@
+"""Which updates are accepted: exactly what was asked for, and finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fedquilt.errors import StructureError, UpdateError
+from fedquilt.federation.client import Update
+from fedquilt.structure.cut import shapes
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.subnet import Subnet
+
+
+def accept(update: Update, structure: Structure) -> Update:
+    """The update itself, if its names, shapes and values are those of its subnets.
+
+    Raises an UpdateError that says what is wrong otherwise.
+    """
+    who = f"client {update.client}"
+    if not (math.isfinite(update.weight) and update.weight >= 0):
+        raise UpdateError(
+            f"{who} sent the weight {update.weight}; weights are finite and not negative"
+        )
+    if len(update.subnets) != len(update.params):
+        raise UpdateError(
+            f"{who} sent {len(update.params)} sets of tensors for {len(update.subnets)} subnets"
+        )
+    for subnet, tensors in zip(update.subnets, update.params, strict=True):
+        _accept_part(who, subnet, tensors, structure)
+    return update
+
+
+def _accept_part(
+    who: str, subnet: Subnet, tensors: Mapping[str, Tensor], structure: Structure
+) -> None:
+    try:
+        where = shapes(structure, subnet)
+    except StructureError as problem:
+        raise UpdateError(f"{who} sent a subnet that does not fit: {problem}") from problem
+    if set(tensors) != set(where):
+        odd = sorted(set(tensors) ^ set(where))
+        raise UpdateError(f"{who} sent other tensors than its subnet has; they differ in: {odd[0]}")
+    for name, shape in where.items():
+        if tuple(tensors[name].shape) != shape:
+            raise UpdateError(
+                f"{who} sent '{name}' with shape {tuple(tensors[name].shape)}, its subnet has {shape}; "
+                "was the model built at another width?"
+            )
+        if not _is_finite(tensors[name]):
+            raise UpdateError(
+                f"{who} sent '{name}' with values that are not finite; its training diverged"
+            )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return True
+    # one read: a sum is finite unless a value is not, or finite values overflow it
+    return bool(tensor.sum().isfinite()) or bool(torch.isfinite(tensor).all())

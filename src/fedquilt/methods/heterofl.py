@@ -1,0 +1,117 @@
+"""HeteroFL: every client trains the leading channels that it can afford.
+
+Diao, Ding, Tarokh. "HeteroFL: Computation and Communication Efficient Federated Learning for
+Heterogeneous Clients." ICLR 2021.
+
+Symbols of the paper -> names here: W_g -> state.params, r_m = r^(p-1) -> width, L_m -> client.budget,
+C -> fraction, E, B, η -> optimiser.epochs, .batch_size, .lr, {1 ... P} -> widths.
+
+Differences from the public code, where it departs from the paper, are in docs/methods/heterofl.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from fedquilt.errors import ConfigError
+from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.methods.method import affordable, budget_sizes, initial, merged
+from fedquilt.structure.groups import STATISTICS
+from fedquilt.structure.subnet import Subnet
+from fedquilt.training.sgd import SGD, Optimiser
+from fedquilt.training.statistics import Statistics
+
+
+@dataclass(frozen=True)
+class HeteroFL:
+    """Nested widths, Scaler, static batch normalisation, masked loss, label-aware averaging.
+
+    ``assignment`` is ``fixed`` (a client's budget decides its width) or ``dynamic`` (redrawn
+    uniformly from ``widths`` for every active client in every round). ``widths`` also names the sizes whose
+    statistics are asked for at the end; by default those that the budgets allow.
+    """
+
+    optimiser: Optimiser = field(default_factory=Optimiser)
+    fraction: float = 0.1
+    assignment: Literal["fixed", "dynamic"] = "fixed"
+    widths: tuple[float, ...] | None = None
+    scaler: bool = True
+    masked: bool = True
+    own_rows: bool = True
+    statistics_batch: int = 50
+
+    def __post_init__(self) -> None:
+        """Refuses settings that contradict each other."""
+        if self.assignment == "dynamic" and not self.widths:
+            raise ConfigError("dynamic assignment draws from a list of widths; give method.widths")
+        if self.assignment not in ("fixed", "dynamic"):
+            raise ConfigError(f"assignment is fixed or dynamic, got '{self.assignment}'")
+        for width in self.widths or ():
+            if not 0 < width <= 1:
+                raise ConfigError(f"widths are fractions in (0, 1], got {width}")
+
+    @cached_property
+    def home(self) -> tuple[str, ...]:
+        """Nothing stays on the client: every round is independent (Sec. 3.2)."""
+        return ()
+
+    def phases(self, setup: Setup) -> tuple[Phase, ...]:
+        """Algorithm 1: rounds of training, then the query of representation statistics."""
+        train = Phase("train", setup.rounds, self.fraction)
+        query = Phase("statistics", 1, 1.0, is_closing=True)
+        return (train, query) if setup.structure.statistics else (train,)
+
+    def start(self, setup: Setup) -> State:
+        """Algorithm 1: initialise W_g."""
+        return initial(setup)
+
+    def plan(self, setup: Setup, state: State, client: Client) -> list[Task]:
+        """Algorithm 1: determine the client's level p, W_m <- W_g[: d_m, : k_m], and its work."""
+        seed = seed_of(setup.seed, state.round, client.id)
+        if state.phase == "statistics":
+            subnets = tuple(self.subnet(setup, width) for width in self.sizes(setup))
+            return [Task(client.id, subnets, state.params, Statistics(self.statistics_batch), seed)]
+        width = self.width_of(setup, state.round, client)
+        subnet = setup.structure.subnet(width).leaving(STATISTICS)
+        recipe = SGD(
+            self.optimiser,
+            lr=self.optimiser.rate(state.round),
+            labels=client.labels,
+            masked=self.masked,
+            own_rows=self.own_rows,
+            scale=self.scaler,
+        )
+        return [Task(client.id, (subnet,), state.params, recipe, seed)]
+
+    def width_of(self, setup: Setup, round: int, client: Client) -> float:
+        """r_m: what the budget allows, or a draw for this round."""
+        if self.assignment == "fixed":
+            return affordable(setup, client)
+        assert self.widths is not None
+        draw = np.random.default_rng(seed_of(setup.seed, round, client.id, 1))
+        return float(self.widths[draw.integers(len(self.widths))])
+
+    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+        """Eqs. 1-3: each cell is averaged over the clients that hold it; every client counts once."""
+        return merged(setup, state, updates)
+
+    def sizes(self, setup: Setup) -> tuple[float, ...]:
+        """Widths that are trained, largest first."""
+        return (
+            budget_sizes(setup) if self.widths is None else tuple(sorted(self.widths, reverse=True))
+        )
+
+    def subnet(self, setup: Setup, width: float) -> Subnet:
+        """The leading channels, with the statistics of that size, or of the next larger one."""
+        subnet = setup.structure.subnet(width)
+        if not setup.structure.statistics:
+            return subnet
+        wide_enough = [size for size in self.sizes(setup) if size >= width - 1e-9]
+        nearest = min(wide_enough) if wide_enough else max(self.sizes(setup))
+        return subnet.owning(f"{nearest:g}", STATISTICS)

@@ -1,0 +1,69 @@
+"""What a method is: choices over the same machinery, as pure functions of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Protocol
+
+from fedquilt.federation.average import average
+from fedquilt.federation.client import Client, Task, Update
+from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.structure.budget import fit
+from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.trace import named_tensors
+
+
+class Method(Protocol):
+    """Which part of the model a client gets, what it does with it, how parts come together."""
+
+    @property
+    def home(self) -> tuple[str, ...]:
+        """Tensors that stay on the client, as patterns."""
+        ...
+
+    def phases(self, setup: Setup) -> tuple[Phase, ...]:
+        """The stretches of a run."""
+        ...
+
+    def start(self, setup: Setup) -> State:
+        """The state before the first round."""
+        ...
+
+    def plan(self, setup: Setup, state: State, client: Client) -> list[Task]:
+        """What a client is asked to do in this round; nothing, if it takes no part."""
+        ...
+
+    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+        """The state after the updates of a round."""
+        ...
+
+    def sizes(self, setup: Setup) -> tuple[float, ...]:
+        """Widths that the method trains, largest first."""
+        ...
+
+    def subnet(self, setup: Setup, width: float) -> Subnet:
+        """The finished model's subnet of a width, for evaluation and customization."""
+        ...
+
+
+def initial(setup: Setup) -> State:
+    """Round 0 with the model's own tensors."""
+    params = {n: t.detach().clone() for n, t in named_tensors(setup.model).items()}
+    return State(round=0, phase="", params=params)
+
+
+def merged(setup: Setup, state: State, updates: Iterable[Update]) -> State:
+    """The state whose tensors are the average of the updates, cell by cell."""
+    return replace(state, params=average(state.params, setup.structure, updates))
+
+
+def affordable(setup: Setup, client: Client) -> float:
+    """The widest fraction of the model that a client's budget allows."""
+    width, _ = fit(setup.model, setup.structure, client.budget, setup.example)
+    return width
+
+
+def budget_sizes(setup: Setup) -> tuple[float, ...]:
+    """The widths that the clients' budgets allow, largest first, and the whole model."""
+    return tuple(sorted({1.0, *(affordable(setup, c) for c in setup.clients)}, reverse=True))

@@ -1,0 +1,29 @@
+"""Baselines with personal models: Standalone and LG-FedAvg.
+
+Both are FedAvg in which some tensors never leave the client. In Standalone no tensor does. In LG-FedAvg
+(Liang et al., "Think Locally, Act Globally", 2020) clients keep their own representation layers
+and share the layers above.
+"""
+
+from __future__ import annotations
+
+from fedquilt.methods.fedavg import FedAvg
+from fedquilt.training.sgd import Optimiser
+
+
+def standalone(
+    optimiser: Optimiser | None = None, fraction: float = 1.0, width: float = 1.0
+) -> FedAvg:
+    """Every client trains alone."""
+    return FedAvg(optimiser or Optimiser(clip=None), fraction, width, home=("*",))
+
+
+def lg_fedavg(
+    optimiser: Optimiser | None = None,
+    fraction: float = 0.1,
+    width: float = 1.0,
+    shared: tuple[str, ...] = ("classifier.*",),
+) -> FedAvg:
+    """Clients share the tensors that match ``shared`` and keep all others to themselves."""
+    home = ("*", *(f"!{pattern}" for pattern in shared))
+    return FedAvg(optimiser or Optimiser(clip=None), fraction, width, home=home)

@@ -1,0 +1,60 @@
+"""The papers' nets by name, and models of one's own from a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedquilt.errors import ConfigError, unknown
+from fedquilt.models.heterofl import CNN, PreResNet
+from fedquilt.models.mlp import MLP
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": MLP,
+    "heterofl-cnn": CNN,
+    "heterofl-resnet18": partial(PreResNet, (1, 1, 1, 2)),
+    "preresnet18": partial(PreResNet, (2, 2, 2, 2)),
+}
+
+
+def find(name: str) -> Callable[..., nn.Module]:
+    """What makes a model: by name, or ``file.py:function``."""
+    factory = _from_file(name) if ":" in name else MODELS.get(name)
+    if factory is None:
+        raise ConfigError(unknown("model", name, MODELS) + ", or give file.py:function")
+    return factory
+
+
+def make(name: str, options: Mapping[str, Any]) -> nn.Module:
+    """A model by name, or from ``file.py:function``, called with the options."""
+    try:
+        model = find(name)(**options)
+    except TypeError as problem:
+        raise ConfigError(f"model '{name}' does not take these options: {problem}") from problem
+    except ValueError as problem:
+        raise ConfigError(f"model '{name}': {problem}") from problem
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"'{name}' must return an nn.Module, got {type(model).__name__}")
+    return model
+
+
+def _from_file(name: str) -> Callable[..., nn.Module]:
+    path, _, attribute = name.rpartition(":")
+    if not Path(path).is_file():
+        raise ConfigError(f"model file '{path}' does not exist; give file.py:function")
+    spec = importlib.util.spec_from_file_location(f"fedquilt_user_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"model file '{path}' is not a Python file; give file.py:function")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    if not hasattr(module, attribute):
+        raise ConfigError(f"'{path}' has no '{attribute}'; give file.py:function")
+    found: Callable[..., nn.Module] = getattr(module, attribute)
+    return found

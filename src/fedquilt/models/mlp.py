@@ -1,0 +1,30 @@
+"""A multilayer perceptron, as LG-FedAvg uses on MNIST (Liang et al., 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them, on flattened images."""
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        num_classes: int = 10,
+        image_size: int = 28,
+        hidden: Sequence[int] = (512, 256, 256, 128),
+    ) -> None:
+        super().__init__()
+        sizes = [in_channels * image_size**2, *hidden]
+        layers: list[nn.Module] = [nn.Flatten()]
+        for before, after in zip(sizes, sizes[1:], strict=False):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Linear(sizes[-1], num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return self.classifier(self.features(x))  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""What may be cut in a model, and how."""

@@ -1,0 +1,91 @@
+"""What a client can afford, and the largest subnet within it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from torch import nn
+
+from fedquilt.errors import BudgetError
+from fedquilt.structure.cost import Cost, cost
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.trace import Example
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A width, or physical limits, or both; None: no limit.
+
+    ``memory`` is the peak of a training step and ``upload`` what travels one way, in bytes.
+    """
+
+    width: float = 1.0
+    params: int | None = None
+    macs: int | None = None
+    memory: int | None = None
+    upload: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses limits that make no sense."""
+        if not 0 < self.width <= 1:
+            raise BudgetError(
+                f"widths are fractions in (0, 1], got {self.width}; write 1/8 as 0.125, and 1 for the whole"
+            )
+        for field in fields(self)[1:]:
+            limit = getattr(self, field.name)
+            if limit is not None and limit <= 0:
+                raise BudgetError(f"the limit on {field.name} must be positive, got {limit}")
+
+    @property
+    def is_width_alone(self) -> bool:
+        """Whether there are no physical limits."""
+        return all(getattr(self, f.name) is None for f in fields(self)[1:])
+
+    def allows(self, price: Cost) -> bool:
+        """Whether a cost is within every limit."""
+        pairs = (
+            (self.params, price.params),
+            (self.macs, price.macs),
+            (self.memory, price.memory),
+            (self.upload, price.bytes),
+        )
+        return all(limit is None or spent <= limit for limit, spent in pairs)
+
+
+def fit(
+    model: nn.Module,
+    structure: Structure,
+    budget: Budget,
+    example: Example,
+    *,
+    batch_size: int = 10,
+    shape: Callable[[Subnet], Subnet] = lambda subnet: subnet,
+) -> tuple[float, Subnet]:
+    """The widest subnet within the budget, and its width.
+
+    Costs grow with width, so bisection over the widths at which some group gains a channel finds
+    it. ``shape`` turns a plain subnet into what would really travel.
+    """
+    if budget.is_width_alone:
+        return budget.width, shape(structure.subnet(budget.width))
+    sizes = {structure.groups[name].size for name in structure.cut_groups()}
+    steps = sorted({k / n for n in sizes for k in range(1, n + 1) if k / n <= budget.width})
+
+    def price(width: float) -> Cost:
+        return cost(
+            model, structure, shape(structure.subnet(width)), example, batch_size=batch_size
+        )
+
+    low, high = -1, len(steps)  # steps[low] fits, steps[high] does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if budget.allows(price(steps[middle])):
+            low = middle
+        else:
+            high = middle
+    if low < 0:
+        smallest = price(steps[0]) if steps else price(budget.width)
+        raise BudgetError(f"no subnet meets {budget}; the smallest possible costs {smallest}")
+    return steps[low], shape(structure.subnet(steps[low]))

@@ -1,0 +1,164 @@
+"""What a subnet costs: parameters, bytes to send, multiply-accumulates, peak memory of a training step.
+
+Nothing is trained and nothing large is allocated: the subnet is built without storage (PyTorch's
+``meta`` device) and a forward, or a whole training step, is run on shapes alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedquilt.structure.cut import build
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.trace import Example, arguments, named_tensors
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The price of a subnet; ``memory`` in bytes at its peak in one training step."""
+
+    params: int
+    bytes: int  # what travels one way: every tensor of the subnet
+    macs: int  # one example, forward; multiply-accumulates of convolutions and matrix products
+    memory: int
+
+
+def cost(
+    model: nn.Module,
+    structure: Structure,
+    subnet: Subnet,
+    example: Example,
+    *,
+    batch_size: int = 10,
+) -> Cost:
+    """Parameters, bytes, MACs per example, and the peak memory of a step with momentum."""
+    return _cost(_Asked(model, example), structure, subnet, batch_size)
+
+
+@dataclass(frozen=True, eq=False)
+class _Model:
+    model: nn.Module
+    example: Example
+
+
+class _Asked(_Model):
+    """A model and example, compared by identity, so that costs are computed once."""
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Asked)
+            and other.model is self.model
+            and _shapes(other.example) == _shapes(self.example)
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self.model), _shapes(self.example)))
+
+
+def _shapes(example: Example) -> tuple[Any, ...]:
+    return tuple(
+        (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in arguments(example)
+    )
+
+
+@lru_cache(maxsize=256)
+def _cost(asked: _Asked, structure: Structure, subnet: Subnet, batch_size: int) -> Cost:
+    small = _on_paper(asked.model, structure, subnet)
+    travelling = set(structure.names(subnet))
+    return Cost(
+        params=sum(p.numel() for p in small.parameters()),
+        bytes=sum(t.nbytes for n, t in named_tensors(small).items() if n in travelling),
+        macs=_macs(small, asked.example),
+        memory=_peak(small, asked.example, batch_size),
+    )
+
+
+def _on_paper(model: nn.Module, structure: Structure, subnet: Subnet) -> nn.Module:
+    """The subnet with shapes but no storage."""
+    shell = {n: torch.empty_like(t, device="meta") for n, t in named_tensors(model).items()}
+    return build(model, structure, subnet, shell)
+
+
+def _inputs(example: Example, batch_size: int | None = None) -> tuple[Any, ...]:
+    def resized(x: Tensor) -> Tensor:
+        shape = (1 if batch_size is None else batch_size, *x.shape[1:])
+        return torch.empty(shape, dtype=x.dtype, device="meta")
+
+    return tuple(resized(x) if isinstance(x, Tensor) else x for x in arguments(example))
+
+
+def _macs(small: nn.Module, example: Example) -> int:
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), _unfused(), counter:
+        small.eval()(*_inputs(example))
+    return int(counter.get_total_flops()) // 2
+
+
+@contextmanager
+def _unfused() -> Iterator[None]:
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _peak(small: nn.Module, example: Example, batch_size: int) -> int:
+    """Bytes alive at the worst moment of a step: weights, gradients, momentum, activations."""
+    small = small.train()
+    weights = sum(t.nbytes for t in named_tensors(small).values())
+    momentum = sum(p.nbytes for p in small.parameters() if p.requires_grad)
+    ledger = Ledger()
+    inputs = _inputs(example, batch_size)
+    with ledger:
+        output = next(t for t in tree_leaves(small(*inputs)) if isinstance(t, Tensor))
+        output.sum().backward()
+    data = sum(x.nbytes for x in inputs if isinstance(x, Tensor))
+    return weights + momentum + data + ledger.peak
+
+
+class Ledger(TorchDispatchMode):
+    """Adds up the storage that operations create, as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._known.add(leaf.untyped_storage()._cdata)
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._enter(leaf)
+        return result
+
+    def _enter(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._leave, key, size)
+
+    def _leave(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size

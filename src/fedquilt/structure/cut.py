@@ -1,0 +1,152 @@
+"""Cut a subnet out of a supernet: its cells, its tensors, and the smaller module itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.structure.groups import Axis, Size, Structure
+from fedquilt.structure.layers import resize
+from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.trace import named_tensors
+
+Params = Mapping[str, Tensor]  # tensors of a model by name; never changed in place
+Index = slice | Tensor  # positions of one axis: a stretch where they are neighbours
+WHOLE = slice(None)
+
+
+@lru_cache(maxsize=4096)
+def cells(structure: Structure, subnet: Subnet) -> Mapping[str, tuple[Index, ...]]:
+    """Where a subnet's cells lie in the global tensors: one index per axis, as an open mesh.
+
+    This is the only place that turns a subnet into indices, so cutting and stitching agree.
+    """
+    structure.validate(subnet)
+    return {
+        name: tuple(positions(axis, subnet) for axis in structure.axes[name])
+        for name in structure.names(subnet)
+    }
+
+
+def positions(axis: Axis | None, subnet: Subnet) -> Index:
+    """The positions of an axis that a subnet keeps, ascending."""
+    if axis is None or not any(subnet.count(s.group) for s in axis if s.group is not None):
+        return WHOLE
+    return _positions(
+        axis, tuple((g, m) for g, m in subnet.kept if any(s.group == g for s in axis))
+    )
+
+
+@lru_cache(maxsize=16384)
+def _positions(axis: Axis, kept: tuple[tuple[str, int], ...]) -> Index:
+    masks, found, offset = dict(kept), [], 0
+    for span in axis:
+        mask = masks.get(span.group) if span.group is not None else None
+        found.extend(
+            offset + i for i, c in enumerate(span.channels) if mask is None or mask >> c & 1
+        )
+        offset += len(span.channels)
+    if found == list(range(found[0], found[0] + len(found))):
+        return slice(found[0], found[0] + len(found))
+    return torch.tensor(found, dtype=torch.int64)
+
+
+@lru_cache(maxsize=4096)
+def shapes(structure: Structure, subnet: Subnet) -> Mapping[str, tuple[int, ...]]:
+    """The shape of each of a subnet's tensors."""
+    return {
+        name: tuple(
+            len(range(size)[i]) if isinstance(i, slice) else len(i)
+            for size, i in zip(structure.shapes[name], index, strict=True)
+        )
+        for name, index in cells(structure, subnet).items()
+    }
+
+
+def view(tensor: Tensor, index: tuple[Index, ...]) -> Tensor:
+    """The indexed cells: the tensor's own memory where every index is a stretch, else a copy."""
+    part = tensor[tuple(i if isinstance(i, slice) else WHOLE for i in index)]
+    for axis, i in enumerate(index):
+        if isinstance(i, Tensor):
+            part = part.index_select(axis, i)
+    return part
+
+
+def mesh(tensor: Tensor, index: tuple[Index, ...]) -> tuple[Tensor, ...]:
+    """The same cells as index tensors that broadcast against each other, for writing."""
+    rank = tensor.ndim
+    return tuple(
+        (torch.arange(n)[i] if isinstance(i, slice) else i).view(
+            [-1 if k == a else 1 for k in range(rank)]
+        )
+        for a, (n, i) in enumerate(zip(tensor.shape, index, strict=True))
+    )
+
+
+def source_name(name: str, structure: Structure, subnet: Subnet) -> str:
+    """The global name of a subnet's tensor: its owner's where it is the subnet's own."""
+    return f"{name}@{subnet.owner}" if name in structure.matching(subnet.own) else name
+
+
+def take(params: Params, structure: Structure, subnet: Subnet) -> dict[str, Tensor]:
+    """The subnet's tensors, really smaller: a copy of its cells.
+
+    A tensor of its own that nobody has trained yet starts from the shared one.
+    """
+    taken = {}
+    for name, index in cells(structure, subnet).items():
+        source = params.get(source_name(name, structure, subnet))
+        taken[name] = view(params[name] if source is None else source, index).clone(
+            memory_format=torch.contiguous_format
+        )
+    return taken
+
+
+def build(
+    model: nn.Module, structure: Structure, subnet: Subnet, params: Params | None = None
+) -> nn.Module:
+    """The subnet as a dense, smaller module of the same classes.
+
+    Values come from ``params`` (global tensors), or from the model itself. Tensors that the subnet
+    leaves out exist in it, cut alike, with the model's own values.
+    """
+    everything = Subnet(subnet.kept, (), subnet.own, subnet.owner)
+    own = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+    values = take({**own, **(params or {})}, structure, everything)
+    small: dict[int, object] = {}
+    for name, tensor in named_tensors(model).items():
+        value = values[name]
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        small[id(tensor)] = value
+    built = copy.deepcopy(model, small)
+    resize(built)
+    for size in structure.sizes:
+        _set_size(built, size, subnet)
+    return built
+
+
+def _set_size(model: nn.Module, size: Size, subnet: Subnet) -> None:
+    module = model.get_submodule(size.module)
+    index = positions(size.axis, subnet)
+    full = range(sum(len(s.channels) for s in size.axis))
+    count = len(full[index]) if isinstance(index, slice) else len(index)
+    old = getattr(module, size.attribute)
+    new: float = count if size.power == 1 else count**size.power
+    if size.item is None:
+        setattr(module, size.attribute, new)
+    else:
+        items = [new if i == size.item else v for i, v in enumerate(old)]
+        setattr(module, size.attribute, type(old)(items))
+
+
+def load(module: nn.Module, params: Params) -> None:
+    """Writes tensors into a module built for their subnet; others keep their value."""
+    tensors = named_tensors(module)
+    with torch.no_grad():
+        for name, value in params.items():
+            tensors[name].copy_(value)

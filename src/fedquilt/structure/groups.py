@@ -1,0 +1,368 @@
+"""What may be cut in a model: width groups, and which group every axis of every tensor follows."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from torch import nn
+
+from fedquilt.errors import StructureError
+from fedquilt.structure.channels import FROZEN, Labels
+from fedquilt.structure.subnet import Subnet, prefix
+from fedquilt.structure.trace import Example, Trace, follow, named_tensors
+
+STATISTICS = ":statistics"  # running statistics of batch normalisation
+
+
+@dataclass(frozen=True)
+class Group:
+    """Channels that are cut together, wherever they appear."""
+
+    name: str
+    size: int
+    is_cut: bool = True  # False: classes or tokens, which no width removes
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring positions of an axis that follow one group (or none: always kept)."""
+
+    group: str | None
+    channels: tuple[int, ...]  # the channel of each position
+
+
+Axis = tuple[Span, ...]  # spans laid end to end; one span unless tensors are concatenated
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number in a module that is the size of an axis, or its square root's inverse or so."""
+
+    module: str
+    attribute: str
+    item: int | None  # position in a tuple, None for a plain number
+    axis: Axis
+    power: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Width groups of a model, and which of them every axis of every tensor follows."""
+
+    groups: Mapping[str, Group]
+    axes: Mapping[str, tuple[Axis | None, ...]]  # of every tensor; None: an axis never cut
+    shapes: Mapping[str, tuple[int, ...]]
+    statistics: frozenset[str] = frozenset()
+    classes: str | None = None  # the group of the model's outputs
+    sizes: tuple[Size, ...] = ()
+    is_exact: bool = True  # nothing is computed across channels: subnet = masked supernet
+    _names: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def trace(model: nn.Module, example: Example, *, exclude: Sequence[str] = ()) -> Structure:
+        """The structure of any model, found by following it on an example, and checked there.
+
+        Attention is cut inside each head: the number of heads stays. Modules named in ``exclude``
+        are shared whole.
+        """
+        from fedquilt.structure.check import traced_and_checked
+
+        return traced_and_checked(model, example, tuple(exclude))
+
+    @staticmethod
+    def declare(
+        model: nn.Module,
+        axes: Mapping[str, Sequence[str | None]],
+        *,
+        sizes: Mapping[str, str] | None = None,
+        example: Example | None = None,
+    ) -> Structure:
+        """The structure as you state it, for a model that cannot be followed.
+
+        ``axes`` names the width group (or None) of every dimension of the tensors that are cut; tensors
+        it leaves out are shared whole. ``sizes`` maps plain numbers of modules to the
+        group whose size they are: ``{"attention.head_dim": "head"}``. With an ``example`` the
+        declaration is checked as a trace would be.
+
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> axes = {"0.weight": ("h", None), "0.bias": ("h",), "2.weight": (None, "h")}
+        >>> Structure.declare(net, axes).groups["h"]
+        Group(name='h', size=8, is_cut=True)
+        """
+        structure = _declared(model, axes, sizes or {})
+        if example is not None:
+            from fedquilt.structure.check import check
+
+            check(model, structure, example)
+        return structure
+
+    def subnet(
+        self,
+        width: float | Mapping[str, float] = 1.0,
+        channels: Mapping[str, Iterable[int]] | None = None,
+    ) -> Subnet:
+        """The first ⌈width · size⌉ channels of each group, or the listed channels.
+
+        ``width`` is one fraction in (0, 1] for all groups or one per group (others whole); groups in
+        ``channels`` keep just those.
+        """
+        chosen: dict[str, int] = {}
+        widths = width if isinstance(width, Mapping) else dict.fromkeys(self.cut_groups(), width)
+        for name, fraction in widths.items():
+            group = self._group(name)
+            count = leading(group.size, fraction)
+            if count < group.size:
+                chosen[name] = prefix(count)
+        subnet = Subnet(tuple(sorted(chosen.items())))
+        for name, some in (channels or {}).items():
+            subnet = subnet.keeping(name, self._checked(name, some))
+        return subnet
+
+    def cut_groups(self) -> list[str]:
+        """Names of the groups that a width cuts."""
+        return [g.name for g in self.groups.values() if g.is_cut]
+
+    def kept(self, subnet: Subnet, group: str) -> int:
+        """How many channels of a group a subnet keeps."""
+        count = subnet.count(group)
+        return self.groups[group].size if count is None else count
+
+    def names(self, subnet: Subnet) -> list[str]:
+        """Tensors that are part of a subnet, in the model's order."""
+        left_out = self.matching(subnet.without)
+        return [name for name in self.shapes if name not in left_out]
+
+    def matching(self, patterns: tuple[str, ...]) -> frozenset[str]:
+        """Tensors that the patterns and named sets mean; ``!`` takes some out again."""
+        if patterns not in self._names:
+            found: set[str] = set()
+            for pattern in patterns:
+                word = pattern.removeprefix("!")
+                meant = (
+                    self.statistics
+                    if word == STATISTICS
+                    else frozenset(fnmatch.filter(self.shapes, word))
+                )
+                found = found | meant if word == pattern else found - meant
+            self._names[patterns] = frozenset(found)
+        return self._names[patterns]
+
+    def validate(self, subnet: Subnet) -> None:
+        """Refuses a subnet that names groups or channels which are not here."""
+        for name, mask in subnet.kept:
+            size = self._group(name).size
+            if mask == 0 or mask.bit_length() > size:
+                raise StructureError(
+                    f"group '{name}' has channels 0 to {size - 1}; a subnet keeps at least one of "
+                    f"them, got {subnet}"
+                )
+
+    def describe(self) -> str:
+        """The groups as text: name, channels, and the tensors that follow each."""
+        lines = []
+        for group in self.groups.values():
+            where = [
+                n for n, axes in self.axes.items() if any(_follows(a, group.name) for a in axes)
+            ]
+            kind = "" if group.is_cut else " (never cut)"
+            lines.append(f"{group.name}: {group.size}{kind}: {', '.join(where)}")
+        return "\n".join(lines)
+
+    def _group(self, name: str) -> Group:
+        if name not in self.groups:
+            raise StructureError(
+                f"the model has no width group '{name}'; its groups are: {', '.join(self.groups)}"
+            )
+        return self.groups[name]
+
+    def _checked(self, name: str, channels: Iterable[int]) -> list[int]:
+        size, listed = self._group(name).size, sorted(channels)
+        if not listed or listed[0] < 0 or listed[-1] >= size or len(set(listed)) < len(listed):
+            raise StructureError(
+                f"group '{name}' has channels 0 to {size - 1}; give at least one of them and each "
+                f"once, got {listed}"
+            )
+        return listed
+
+
+def leading(size: int, width: float) -> int:
+    """How many channels a width keeps: ⌈width · size⌉.
+
+    >>> leading(64, 0.0625), leading(10, 0.3), leading(7, 1.0)
+    (4, 3, 7)
+    """
+    if not 0 < width <= 1:
+        raise StructureError(
+            f"widths are fractions in (0, 1], got {width}; write 1/8 as 0.125, and 1 for the whole"
+        )
+    return math.ceil(round(width * size, 9))
+
+
+def _follows(axis: Axis | None, group: str) -> bool:
+    return axis is not None and any(span.group == group for span in axis)
+
+
+def structure_of(model: nn.Module, trace: Trace, sizes: tuple[Size, ...] = ()) -> Structure:
+    """The groups that a trace has found."""
+    tensors = named_tensors(model)
+    roots = {
+        (name, i): trace.channels.roots(labels)
+        for name, dims in trace.tensors.items()
+        for i, labels in enumerate(dims)
+        if labels is not None
+    }
+    owner, groups = _grouped(roots, trace.channels.pinned())
+    axes = {
+        name: tuple(_axis(roots.get((name, i)), owner) for i in range(tensor.ndim))
+        for name, tensor in tensors.items()
+    }
+    classes = None
+    if trace.outputs is not None:
+        first = owner.get(int(trace.channels.roots(trace.outputs)[0]))
+        last = trace.channels.roots(trace.outputs)
+        if first and [owner.get(int(c)) for c in last] == [(first[0], i) for i in range(len(last))]:
+            classes = first[0]
+    return Structure(
+        groups,
+        axes,
+        {name: tuple(t.shape) for name, t in tensors.items()},
+        trace.statistics,
+        classes,
+        sizes,
+        not trace.across,
+    )
+
+
+Owner = dict[int, tuple[str, int]]  # representative -> (group, channel)
+
+
+def _grouped(
+    roots: Mapping[tuple[str, int], Labels], pinned: frozenset[int]
+) -> tuple[Owner, dict[str, Group]]:
+    """Channels that appear on the same axes equally often form a group, in order of appearance."""
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for number, axis in enumerate(roots.values()):
+        channels, first, counts = np.unique(axis, return_index=True, return_counts=True)
+        order = np.argsort(first)
+        for channel, count in zip(channels[order].tolist(), counts[order].tolist(), strict=True):
+            if channel != FROZEN:
+                seen.setdefault(channel, []).append((number, count))
+    members: dict[tuple[bool, tuple[tuple[int, int], ...]], list[int]] = {}
+    for channel, places in seen.items():
+        members.setdefault((channel in pinned, tuple(places)), []).append(channel)
+    names = list(roots)
+    owner: Owner = {}
+    groups: dict[str, Group] = {}
+    for (is_pinned, places), channels in members.items():
+        if len(channels) == 1 and not is_pinned:
+            continue  # a single channel is never cut
+        name = _fresh_name(names[places[0][0]][0], groups)
+        groups[name] = Group(name, len(channels), not is_pinned)
+        owner.update({channel: (name, i) for i, channel in enumerate(channels)})
+    return owner, groups
+
+
+def _fresh_name(tensor: str, taken: Mapping[str, Group]) -> str:
+    base = tensor.rpartition(".")[0] if tensor.endswith((".weight", ".bias")) else tensor
+    name, number = base, 2
+    while name in taken:
+        name, number = f"{base}:{number}", number + 1
+    return name
+
+
+def _axis(roots: Labels | None, owner: Owner) -> Axis | None:
+    if roots is None:
+        return None
+    places = [owner.get(int(c), (None, i)) for i, c in enumerate(roots)]
+    if all(group is None for group, _ in places):
+        return None
+    return _spans(tuple(places))
+
+
+@lru_cache(maxsize=1024)
+def _spans(places: tuple[tuple[str | None, int], ...]) -> Axis:
+    spans: list[Span] = []
+    start = 0
+    for end in range(1, len(places) + 1):
+        if end == len(places) or places[end][0] != places[start][0]:
+            run = places[start:end]
+            spans.append(Span(run[0][0], tuple(channel for _, channel in run)))
+            start = end
+    return tuple(spans)
+
+
+def axis_of(labels: Labels, trace: Trace, structure: Structure) -> Axis | None:
+    """The axis that labels seen in a trace mean in its structure."""
+    owner: Owner = {}
+    for name, dims in trace.tensors.items():
+        for given, axis in zip(dims, structure.axes[name], strict=True):
+            if given is not None and axis is not None:
+                places = [(s.group, c) for s in axis for c in s.channels]
+                for root, (group, channel) in zip(
+                    trace.channels.roots(given).tolist(), places, strict=True
+                ):
+                    if group is not None:
+                        owner[root] = (group, channel)
+    return _axis(trace.channels.roots(labels), owner)
+
+
+def _declared(
+    model: nn.Module, axes: Mapping[str, Sequence[str | None]], sizes: Mapping[str, str]
+) -> Structure:
+    tensors = named_tensors(model)
+    groups: dict[str, Group] = {}
+    found: dict[str, tuple[Axis | None, ...]] = {n: (None,) * t.ndim for n, t in tensors.items()}
+    for name, given in axes.items():
+        if name not in tensors:
+            raise StructureError(
+                f"the model has no tensor '{name}'; its tensors are: {', '.join(tensors)}"
+            )
+        shape = tuple(tensors[name].shape)
+        if len(given) != len(shape):
+            raise StructureError(
+                f"the axes {tuple(given)} of '{name}' name {len(given)} dimensions but the tensor has "
+                f"shape {shape}; give one width group (or None) per dimension"
+            )
+        found[name] = tuple(_whole(g, n, name, groups) for g, n in zip(given, shape, strict=True))
+    numbers = []
+    for place, group in sizes.items():
+        module, _, attribute = place.rpartition(".")
+        if group not in groups:
+            raise StructureError(f"sizes['{place}'] names group '{group}', which no axis follows")
+        axis = (Span(group, tuple(range(groups[group].size))),)
+        numbers.append(Size(module, attribute, None, axis))
+    shapes = {n: tuple(t.shape) for n, t in tensors.items()}
+    return Structure(groups, found, shapes, sizes=tuple(numbers), is_exact=False)
+
+
+def _whole(group: str | None, size: int, tensor: str, groups: dict[str, Group]) -> Axis | None:
+    if group is None:
+        return None
+    known = groups.setdefault(group, Group(group, size))
+    if size % known.size:
+        raise StructureError(
+            f"group '{group}' has {known.size} channels but an axis of '{tensor}' has {size} "
+            "positions; an axis has the same number of positions for every channel"
+        )
+    repeats = size // known.size  # as conv -> flatten -> linear lays them: a channel's together
+    return (Span(group, tuple(c for c in range(known.size) for _ in range(repeats))),)
+
+
+def traced(
+    model: nn.Module,
+    example: Example,
+    exclude: tuple[str, ...],
+    split_first: frozenset[str] = frozenset(),
+    tied: frozenset[str] = frozenset(),
+) -> tuple[Structure, Trace]:
+    """The structure that one trace gives, not yet checked."""
+    for name in exclude:
+        if name not in dict(model.named_modules()):
+            raise StructureError(f"exclude names module '{name}', which the model does not have")
+    trace = follow(model, example, exclude, split_first, tied)
+    return structure_of(model, trace), trace

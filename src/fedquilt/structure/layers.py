@@ -1,0 +1,95 @@
+"""Numbers that PyTorch's own layers keep beside their tensors, set to what their tensors are now."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+
+def resize(model: nn.Module) -> None:
+    """Sets the sizes of every known layer of a freshly cut model."""
+    for module in model.modules():
+        _sizes(module)
+
+
+@singledispatch
+def _sizes(layer: nn.Module) -> None:
+    """A layer of an unknown kind: its numbers, if any, are found by the trace."""
+
+
+def knows(layer: nn.Module) -> bool:
+    """Whether this layer's numbers are set from its tensors."""
+    return _sizes.dispatch(type(layer)) is not _sizes.dispatch(nn.Module)
+
+
+@_sizes.register(nn.Linear)
+def _linear(layer: nn.Linear) -> None:
+    layer.out_features, layer.in_features = layer.weight.shape
+
+
+@_sizes.register(nn.Bilinear)
+def _bilinear(layer: nn.Bilinear) -> None:
+    layer.out_features, layer.in1_features, layer.in2_features = layer.weight.shape
+
+
+@_sizes.register(nn.Embedding)
+def _embedding(layer: nn.Embedding) -> None:
+    layer.num_embeddings, layer.embedding_dim = layer.weight.shape
+
+
+@_sizes.register(_ConvNd)
+def _conv(layer: _ConvNd) -> None:
+    rows, columns = layer.weight.shape[:2]
+    if isinstance(layer, _ConvTransposeNd):
+        layer.in_channels, layer.out_channels = rows, columns * layer.groups
+        return
+    if layer.groups > 1 and layer.groups == layer.in_channels:  # depthwise: a group a channel
+        layer.groups = rows // (layer.out_channels // layer.in_channels)
+    layer.out_channels, layer.in_channels = rows, columns * layer.groups
+
+
+@_sizes.register(_NormBase)
+def _batch_norm(layer: _NormBase) -> None:
+    sized = layer.weight if layer.weight is not None else layer.running_mean
+    if sized is not None:
+        layer.num_features = sized.shape[0]
+
+
+@_sizes.register(nn.GroupNorm)
+def _group_norm(layer: nn.GroupNorm) -> None:
+    if layer.weight is not None:
+        if layer.num_groups == layer.num_channels:  # one group a channel
+            layer.num_groups = layer.weight.shape[0]
+        layer.num_channels = layer.weight.shape[0]
+
+
+@_sizes.register(nn.LayerNorm)
+@_sizes.register(nn.RMSNorm)
+def _layer_norm(layer: nn.LayerNorm | nn.RMSNorm) -> None:
+    if layer.weight is not None:
+        layer.normalized_shape = tuple(layer.weight.shape)
+
+
+@_sizes.register(nn.PReLU)
+def _prelu(layer: nn.PReLU) -> None:
+    layer.num_parameters = layer.weight.shape[0]
+
+
+@_sizes.register(nn.MultiheadAttention)
+def _attention(layer: nn.MultiheadAttention) -> None:
+    packed = layer.in_proj_weight is not None
+    weight = layer.in_proj_weight if packed else layer.q_proj_weight
+    layer.embed_dim = weight.shape[1]
+    layer.kdim = weight.shape[1] if packed else layer.k_proj_weight.shape[1]
+    layer.vdim = weight.shape[1] if packed else layer.v_proj_weight.shape[1]
+    layer.head_dim = layer.embed_dim // layer.num_heads
+
+
+@_sizes.register(nn.RNNBase)
+def _recurrent(layer: nn.RNNBase) -> None:
+    layer.hidden_size = layer.weight_hh_l0.shape[1]
+    layer.input_size = layer.weight_ih_l0.shape[1]
+    layer._init_flat_weights()

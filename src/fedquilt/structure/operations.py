@@ -1,0 +1,757 @@
+"""How each tensor operation carries channels from its inputs to its outputs.
+
+One small rule per ATen operation, by name; everything PyTorch computes is made of these. A rule gets
+the tracer and the call, ties what the operation makes inseparable, and returns the labels of
+its outputs. An operation without a rule is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedquilt.structure.channels import Channels, Labels, join
+
+Dims = list[Labels | None]  # labels per axis of one tensor; None: never cut
+
+
+@dataclass
+class Call:
+    """One executed operation, with the labels of its tensors at hand."""
+
+    name: str
+    arguments: dict[str, Any]
+    outputs: tuple[Tensor, ...]
+    channels: Channels
+    labels: Callable[[Tensor], Dims]
+    is_weight: Callable[[Tensor], bool]  # made of the model's tensors alone
+    split_first: bool = False  # where a reshape splits channels: label the first part, not the last
+    equal_parts: bool = False  # parts that are listed by size, and equal, stay equal
+    statistics: list[Tensor] = field(default_factory=list)  # running statistics it meets
+    across: list[Labels] = field(default_factory=list)  # channels it computes across
+    splits: list[tuple[int, ...]] = field(default_factory=list)  # sizes between which it had to choose
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def dims(self, name: str) -> Dims:
+        """Labels of a tensor argument, axis by axis."""
+        return self.labels(self.arguments[name])
+
+    def tensors(self) -> list[Tensor]:
+        """All tensor arguments, also those in lists."""
+        found: list[Tensor] = []
+        for value in self.arguments.values():
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            found.extend(item for item in items if isinstance(item, Tensor))
+        return found
+
+    def cross(self, labels: Labels | None) -> None:
+        """Notes that something is computed across these channels, if they may be cut.
+
+        A subnet then differs from the masked supernet.
+        """
+        if labels is not None and self.channels.is_cut(labels):
+            self.across.append(labels)
+
+
+Rule = Callable[[Call], Sequence[Dims]]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers the rule of the named ATen operations."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def _axis(dim: int, rank: int) -> int:
+    return dim % rank if rank else 0
+
+
+def pointwise(call: Call) -> Sequence[Dims]:
+    """Tensors that meet element by element share their channels, as broadcasting aligns them."""
+    result: list[Dims] = []
+    for out in call.outputs:
+        dims: Dims = []
+        for back in range(out.ndim, 0, -1):
+            dims.append(_meet(call, out.shape[-back], back))
+        result.append(dims)
+    return result
+
+
+def _meet(call: Call, size: int, back: int) -> Labels | None:
+    meeting: list[Labels | None] = []
+    for tensor in call.tensors():
+        if tensor.ndim < back:
+            continue
+        labels = call.labels(tensor)[-back]
+        if tensor.shape[-back] == size:
+            meeting.append(labels)
+        else:
+            call.channels.freeze(labels)
+    if not meeting:
+        return None
+    first = meeting[0]
+    for other in meeting[1:]:
+        first = call.channels.tie(first, other)
+    return first
+
+
+@rule("clone", "detach", "alias", "_to_copy", "lift_fresh", "lift_fresh_copy", "contiguous")
+@rule("native_dropout", "dropout", "_conj", "resolve_conj", "positive", "bernoulli")
+@rule("rand_like", "randn_like", "empty_like", "zeros_like", "ones_like", "full_like")
+@rule("uniform", "exponential", "fill", "zero", "_fw_primal")
+def _same(call: Call) -> Sequence[Dims]:
+    dims = call.labels(call.tensors()[0])
+    return [dims for _ in call.outputs]
+
+
+@rule("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty")
+@rule("rand", "randn", "scalar_tensor", "new_empty_strided", "empty_strided")
+def _uniform(call: Call) -> Sequence[Dims]:
+    """Values that no position tells apart, or noise: of any size, until they meet channels."""
+    return [[call.channels.fresh(size) for size in out.shape] for out in call.outputs]
+
+
+@rule("arange", "tril", "triu", "eye", "linspace", "tril_indices", "randperm")
+@rule("triu_indices", "affine_grid_generator", "bucketize", "searchsorted", "randint", "multinomial")
+@rule("size", "sym_size", "equal", "_local_scalar_dense", "is_same_size", "item", "any", "all")
+def _constant(call: Call) -> Sequence[Dims]:
+    for tensor in call.tensors():
+        _freeze_all(call, tensor)
+    return [[None] * out.ndim for out in call.outputs]
+
+
+def _freeze_all(call: Call, tensor: Tensor) -> None:
+    for labels in call.labels(tensor):
+        call.channels.freeze(labels)
+
+
+@rule("mm", "bmm", "matmul")
+def _matrix_product(call: Call) -> Sequence[Dims]:
+    left_name, right_name = list(call.arguments)[:2]
+    return [_product(call, call[left_name], call[right_name])]
+
+
+def _product(call: Call, left: Tensor, right: Tensor) -> Dims:
+    a, b = call.labels(left), call.labels(right)
+    _contract(call, left, right, a[-1], b[-2])
+    batch: Dims = []
+    if left.ndim == 3:
+        batch = [call.channels.tie(a[0], b[0])]
+    return [*batch, a[-2], b[-1]]
+
+
+def _contract(
+    call: Call, left: Tensor, right: Tensor, a: Labels | None, b: Labels | None
+) -> None:
+    """The channels that a sum of products runs over are the same on both sides."""
+    call.channels.tie(a, b)
+    if not (call.is_weight(left) or call.is_weight(right)):
+        call.cross(a)  # an attention score: its temperature depends on the width
+
+
+@rule("addmm", "baddbmm")
+def _biased_product(call: Call) -> Sequence[Dims]:
+    names = list(call.arguments)
+    dims = _product(call, call[names[1]], call[names[2]])
+    bias: Tensor = call[names[0]]
+    for back, labels in enumerate(reversed(call.labels(bias)), start=1):
+        if bias.shape[-back] == call.outputs[0].shape[-back]:
+            dims[-back] = call.channels.tie(dims[-back], labels)
+    return [dims]
+
+
+@rule("mv", "dot", "vdot")
+def _vector_product(call: Call) -> Sequence[Dims]:
+    left, right = call.tensors()[:2]
+    a, b = call.labels(left), call.labels(right)
+    _contract(call, left, right, a[-1], b[0])
+    return [a[:-1]]
+
+
+@rule("linear")
+def _linear(call: Call) -> Sequence[Dims]:
+    x, weight = call.dims("input"), call.dims("weight")
+    _contract(call, call["input"], call["weight"], x[-1], weight[1])
+    if call["bias"] is not None:
+        call.channels.tie(weight[0], call.dims("bias")[0])
+    return [[*x[:-1], weight[0]]]
+
+
+@rule("_trilinear")
+def _bilinear(call: Call) -> Sequence[Dims]:
+    """As nn.Bilinear calls it: (batch, -, in1, -), (out, in1, in2), (batch, -, -, in2)."""
+    names = ("i1", "i2", "i3")
+    axes = [call.dims(name) for name in names]
+    for dims, name in zip(axes, names, strict=True):
+        for place in sorted(call[f"expand{name[1]}"]):
+            dims.insert(place, None)
+    met: Dims = []
+    for place, alike in enumerate(zip(*axes, strict=True)):
+        given = [
+            dims
+            for dims, name in zip(alike, names, strict=True)
+            if place not in call[f"expand{name[1]}"]
+        ]
+        first = given[0]
+        for other in given[1:]:
+            first = call.channels.tie(first, other)
+        met.append(first)
+    return [[labels for place, labels in enumerate(met) if place not in call["sumdim"]]]
+
+
+@rule("_weight_norm_interface")
+def _weight_norm(call: Call) -> Sequence[Dims]:
+    v, g, axis = call.dims("v"), call.dims("g"), call["dim"]
+    for i, labels in enumerate(v):
+        if i != axis:
+            call.cross(labels)
+            call.channels.freeze(g[i])
+    v[axis] = call.channels.tie(v[axis], g[axis])
+    return [v, [v[axis] if i == axis else None for i in range(len(v))]]
+
+
+@rule("convolution", "_convolution", "mkldnn_convolution")
+def _convolution(call: Call) -> Sequence[Dims]:
+    channels, groups = call.channels, call["groups"]
+    x, weight = call.dims("input"), call.dims("weight")
+    transposed = call.arguments.get("transposed", False)
+    for labels in (*x[2:], *weight[2:]):
+        channels.freeze(labels)
+    into, out = (weight[0], weight[1]) if transposed else (weight[1], weight[0])
+    if groups > 1 and call["input"].shape[1] == groups:  # depthwise: outputs follow their input
+        channels.freeze(weight[1])
+        repeats = call.outputs[0].shape[1] // groups
+        if transposed:
+            channels.tie(x[1], into)
+            out = None if x[1] is None else np.repeat(x[1], repeats)
+        else:
+            channels.tie(None if x[1] is None else np.repeat(x[1], repeats), out)
+    elif groups > 1:
+        channels.fold(weight[0], groups)
+        if transposed:
+            channels.tie(x[1], into)
+            out = None if out is None else np.tile(out, groups)
+        else:
+            channels.tie(x[1], None if into is None else np.tile(into, groups))
+    else:
+        channels.tie(x[1], into)
+    if call["bias"] is not None:
+        out = channels.tie(out, call.dims("bias")[0])
+    return [[x[0], out, *([None] * (len(x) - 2))]]
+
+
+@rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training")
+@rule("_batch_norm_with_update", "_batch_norm_no_update", "batch_norm", "cudnn_batch_norm")
+@rule("_batch_norm_with_update_functional")
+def _batch_norm(call: Call) -> Sequence[Dims]:
+    x = call.dims("input")
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        if call.arguments.get(name) is not None:
+            x[1] = call.channels.tie(x[1], call.dims(name)[0])
+            if name.startswith("running"):
+                call.statistics.append(call[name])
+    return [x, *[[None] * out.ndim for out in call.outputs[1:]]]
+
+
+@rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
+def _layer_norm(call: Call) -> Sequence[Dims]:
+    x, tail = call.dims("input"), len(call["normalized_shape"])
+    for name in ("weight", "bias"):
+        if call.arguments.get(name) is not None:
+            for back, labels in enumerate(reversed(call.dims(name)), start=1):
+                x[-back] = call.channels.tie(x[-back], labels)
+    for labels in x[-tail:]:
+        call.cross(labels)
+    return [x, *[[None] * out.ndim for out in call.outputs[1:]]]
+
+
+@rule("native_group_norm", "group_norm")
+def _group_norm(call: Call) -> Sequence[Dims]:
+    x, groups = call.dims("input"), call["group"]
+    for name in ("weight", "bias"):
+        if call[name] is not None:
+            x[1] = call.channels.tie(x[1], call.dims(name)[0])
+    if groups < call["input"].shape[1]:  # one group a channel is per channel, and stays so
+        call.channels.fold(x[1], groups)
+        call.cross(x[1])
+    return [x, *[[None] * out.ndim for out in call.outputs[1:]]]
+
+
+@rule("embedding", "_embedding_bag")
+def _embedding(call: Call) -> Sequence[Dims]:
+    weight = call.dims("weight")
+    call.channels.pin(weight[0])
+    return [[*call.dims("indices"), weight[1]]]
+
+
+@rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
+@rule("_scaled_dot_product_efficient_attention", "_scaled_dot_product_fused_attention_overrideable")
+@rule("scaled_dot_product_attention", "_scaled_dot_product_attention_math")
+def _attention(call: Call) -> Sequence[Dims]:
+    q, k, v = (call.dims(name) for name in ("query", "key", "value"))
+    call.channels.tie(q[-1], k[-1])
+    call.cross(q[-1])
+    for labels in (*q[:-1], *k[:-1], *v[:-1]):
+        call.channels.freeze(labels)
+    out: Dims = [*([None] * (len(q) - 1)), v[-1]]
+    return [out, *[[None] * other.ndim for other in call.outputs[1:]]]
+
+
+@rule(
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "avg_pool1d"
+)
+@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d")
+@rule("max_pool2d", "max_pool1d", "mkldnn_max_pool2d", "adaptive_avg_pool1d")
+@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_linear1d")
+@rule("upsample_bicubic2d", "reflection_pad1d", "reflection_pad2d", "replication_pad2d")
+@rule("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "replication_pad1d", "replication_pad3d")
+@rule("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
+@rule("upsample_nearest3d", "upsample_trilinear3d", "reflection_pad3d", "grid_sampler_2d")
+@rule("grid_sampler_3d", "max_unpool2d", "max_unpool3d", "fractional_max_pool2d")
+def _over_space(call: Call) -> Sequence[Dims]:
+    x = call.labels(call.tensors()[0])
+    spatial = 2 if "2d" in call.name else 3 if "3d" in call.name else 1
+    for labels in x[-spatial:]:
+        call.channels.freeze(labels)
+    if "grid" in call.name:
+        _freeze_all(call, call["grid"])
+    return [[*x[:-spatial], *([None] * spatial)] for _ in call.outputs]
+
+
+@rule("constant_pad_nd")
+def _pad(call: Call) -> Sequence[Dims]:
+    x, pads = call.dims("self"), call["pad"]
+    for back in range(1, len(pads) // 2 + 1):
+        before, after = pads[2 * back - 2], pads[2 * back - 1]
+        if (before or after) and x[-back] is not None:
+            if before < 0 or after < 0:
+                call.channels.freeze(x[-back])
+                x[-back] = None
+            else:
+                x[-back] = join(((None, before), (x[-back], 0), (None, after)))
+    return [x]
+
+
+@rule("sum", "mean", "var", "std", "var_mean", "linalg_vector_norm", "norm")
+def _accumulate(call: Call) -> Sequence[Dims]:
+    return _reduce(call, follow=True)
+
+
+@rule("amax", "amin", "max", "min", "prod", "argmax", "argmin", "logsumexp", "median")
+def _select_one(call: Call) -> Sequence[Dims]:
+    if call.outputs and len(call.tensors()) > 1:
+        return pointwise(call)  # max(a, b) is elementwise
+    return _reduce(call, follow=False)
+
+
+def _reduce(call: Call, *, follow: bool) -> Sequence[Dims]:
+    source = call.tensors()[0]
+    x = call.labels(source)
+    given = call.arguments.get("dim")
+    if given is None or given == []:
+        given = range(source.ndim)
+    gone = {_axis(d, source.ndim) for d in ([given] if isinstance(given, int) else given)}
+    for axis in gone:
+        if not follow:
+            call.channels.freeze(x[axis])
+        else:
+            call.cross(x[axis])
+    results: list[Dims] = []
+    for out in call.outputs:
+        kept = out.ndim == source.ndim
+        results.append(
+            [None if i in gone else labels for i, labels in enumerate(x) if kept or i not in gone]
+        )
+    return results
+
+
+@rule("_softmax", "_log_softmax", "_safe_softmax")
+def _softmax(call: Call) -> Sequence[Dims]:
+    """Channels that share a softmax are never cut, but still known: they may be the classes."""
+    x = call.dims("self")
+    call.channels.pin(x[_axis(call["dim"], len(x))] if x else None)
+    return [x]
+
+
+@rule("cumsum", "cumprod", "sort", "topk", "flip", "roll", "logcumsumexp", "cummax", "cummin")
+def _along(call: Call) -> Sequence[Dims]:
+    source = call.tensors()[0]
+    x = call.labels(source)
+    given = call.arguments.get("dim", call.arguments.get("dims", -1))
+    for d in [given] if isinstance(given, int) else given or range(source.ndim):
+        axis = _axis(d, source.ndim)
+        call.channels.freeze(x[axis])
+        x[axis] = None
+    return [x for _ in call.outputs]
+
+
+@rule("t")
+def _t(call: Call) -> Sequence[Dims]:
+    return [list(reversed(call.dims("self")))]
+
+
+@rule("transpose", "swapaxes")
+def _transpose(call: Call) -> Sequence[Dims]:
+    x = call.dims("self")
+    a, b = (_axis(call[name], len(x)) for name in ("dim0", "dim1"))
+    x[a], x[b] = x[b], x[a]
+    return [x]
+
+
+@rule("permute")
+def _permute(call: Call) -> Sequence[Dims]:
+    x = call.dims("self")
+    return [[x[_axis(d, len(x))] for d in call["dims"]]]
+
+
+@rule("unsqueeze")
+def _unsqueeze(call: Call) -> Sequence[Dims]:
+    x = call.dims("self")
+    x.insert(_axis(call["dim"], len(x) + 1), None)
+    return [x]
+
+
+@rule("squeeze")
+def _squeeze(call: Call) -> Sequence[Dims]:
+    source: Tensor = call["self"]
+    given = call.arguments.get("dim", range(source.ndim))
+    asked = {_axis(d, source.ndim) for d in ([given] if isinstance(given, int) else given)}
+    kept: Dims = []
+    for axis, labels in enumerate(call.dims("self")):
+        if axis in asked and source.shape[axis] == 1:
+            call.channels.freeze(labels)
+        else:
+            kept.append(labels)
+    return [kept]
+
+
+@rule("expand")
+def _expand(call: Call) -> Sequence[Dims]:
+    source, out = call["self"], call.outputs[0]
+    dims: Dims = [None] * (out.ndim - source.ndim)
+    for size, new, labels in zip(
+        source.shape, out.shape[len(dims) :], call.dims("self"), strict=True
+    ):
+        if size != new:
+            call.channels.freeze(labels)
+        dims.append(labels if size == new else call.channels.fresh(new))
+    return [dims]
+
+
+@rule("repeat", "tile")
+def _repeat(call: Call) -> Sequence[Dims]:
+    source, out = call["self"], call.outputs[0]
+    dims: Dims = [None] * (out.ndim - source.ndim)
+    for size, new, labels in zip(
+        source.shape, out.shape[len(dims) :], call.dims("self"), strict=True
+    ):
+        if size == 1 and new > 1:
+            call.channels.freeze(labels)
+            dims.append(call.channels.fresh(new))  # alike at every position, as from expand
+        else:
+            dims.append(None if labels is None else np.tile(labels, new // max(size, 1)))
+    return [dims]
+
+
+@rule("cat")
+def _cat(call: Call) -> Sequence[Dims]:
+    tensors = [t for t in call["tensors"] if t.numel() or t.ndim > 1]
+    axis = _axis(call.arguments.get("dim", 0), tensors[0].ndim)
+    dims = [call.labels(t) for t in tensors]
+    first = list(dims[0])
+    for other in dims[1:]:
+        for i, labels in enumerate(other):
+            if i != axis:
+                first[i] = call.channels.tie(first[i], labels)
+    first[axis] = join((d[axis], t.shape[axis]) for d, t in zip(dims, tensors, strict=True))
+    return [first]
+
+
+@rule("stack")
+def _stack(call: Call) -> Sequence[Dims]:
+    first = call.labels(call["tensors"][0])
+    for tensor in call["tensors"][1:]:
+        first = [call.channels.tie(a, b) for a, b in zip(first, call.labels(tensor), strict=True)]
+    first.insert(_axis(call.arguments.get("dim", 0), len(first) + 1), None)
+    return [first]
+
+
+@rule(
+    "split", "unsafe_split", "chunk", "unsafe_chunk", "split_with_sizes", "unsafe_split_with_sizes"
+)
+def _split(call: Call) -> Sequence[Dims]:
+    source: Tensor = call.tensors()[0]
+    x = call.labels(source)
+    axis = _axis(call.arguments.get("dim", 0), source.ndim)
+    sizes = [out.shape[axis] for out in call.outputs]
+    if len(set(sizes)) == 1 and ("with_sizes" not in call.name or call.equal_parts):
+        call.channels.fold(x[axis], len(sizes))  # equal parts must stay equal
+    ends = np.cumsum(sizes)
+    results = []
+    for size, end in zip(sizes, ends, strict=True):
+        labels = x[axis]
+        part = None if labels is None else labels[end - size : end]
+        results.append([*x[:axis], part, *x[axis + 1 :]])
+    return results
+
+
+@rule("unbind")
+def _unbind(call: Call) -> Sequence[Dims]:
+    source: Tensor = call["self"]
+    x = call.dims("self")
+    axis = _axis(call.arguments.get("dim", 0), source.ndim)
+    call.channels.freeze(x[axis])
+    return [[*x[:axis], *x[axis + 1 :]] for _ in call.outputs]
+
+
+@rule("select")
+def _select(call: Call) -> Sequence[Dims]:
+    x = call.dims("self")
+    axis = _axis(call["dim"], len(x))
+    call.channels.freeze(x[axis])
+    return [[*x[:axis], *x[axis + 1 :]]]
+
+
+@rule("slice")
+def _slice(call: Call) -> Sequence[Dims]:
+    source: Tensor = call["self"]
+    x = call.dims("self")
+    axis = _axis(call.arguments.get("dim", 0), source.ndim)
+    size, out = source.shape[axis], call.outputs[0].shape[axis]
+    labels = x[axis]
+    if labels is None or size == out:
+        return [x]
+    start = call.arguments.get("start") or 0
+    start = start + size if start < 0 else start
+    step = call.arguments.get("step", 1)
+    if step == 1 and out and size % out == 0 and start % out == 0:
+        call.channels.fold(labels, size // out)  # one of several equal parts: they stay equal
+    elif step > 1 and out * step == size:
+        call.channels.fold(labels.reshape(-1, step).T.reshape(-1), step)  # even and odd, in pairs
+    else:
+        call.channels.freeze(labels)
+    x[axis] = labels[start : start + out * step : step]
+    return [x]
+
+
+@rule("glu")
+def _glu(call: Call) -> Sequence[Dims]:
+    source: Tensor = call["self"]
+    x = call.dims("self")
+    axis = _axis(call.arguments.get("dim", -1), source.ndim)
+    call.channels.fold(x[axis], 2)
+    labels = x[axis]
+    x[axis] = None if labels is None else labels[: source.shape[axis] // 2]
+    return [x]
+
+
+@rule("index", "index_select", "_index_put_impl", "index_put", "index_add", "index_copy")
+def _rows(call: Call) -> Sequence[Dims]:
+    """Rows picked or written on one axis by one index: the other axes pass."""
+    source, given = call.tensors()[0], call.arguments
+    listed = [given["index"]] if "index" in given else given["indices"]
+    used = [i for i, index in enumerate(listed) if index is not None]
+    if len(used) != 1 or any(i.dtype == torch.bool for i in listed if i is not None):
+        return _freezing(call)
+    axis = _axis(given["dim"], source.ndim) if "dim" in given else used[0]
+    index = listed[used[0]]
+    dims = call.labels(source)
+    _freeze_all(call, index)
+    call.channels.freeze(dims[axis])
+    picked: Dims = [None] * (index.ndim if "indices" in given else 1)
+    rows = [*dims[:axis], *picked, *dims[axis + 1 :]]
+    written = given.get("values", given.get("source"))
+    if written is None:
+        return [rows]
+    for back, labels in enumerate(reversed(call.labels(written)), start=1):
+        call.channels.tie(rows[-back], labels)
+    dims[axis] = None
+    return [dims]
+
+
+@rule("gather")
+def _gather(call: Call) -> Sequence[Dims]:
+    """Picks along one axis; on the others the index lies over its source."""
+    source, index = call["self"], call["index"]
+    dims = call.labels(source)
+    axis = _axis(call["dim"], source.ndim)
+    for i, labels in enumerate(call.labels(index)):
+        if i == axis or index.shape[i] != source.shape[i]:
+            call.channels.freeze(dims[i])
+            call.channels.freeze(labels)
+            dims[i] = None
+        else:
+            dims[i] = call.channels.tie(dims[i], labels)
+    return [dims]
+
+
+@rule("scatter", "scatter_add", "masked_select", "scatter_reduce", "masked_scatter")
+@rule("nonzero", "one_hot", "bincount", "histc", "take", "unfold", "im2col", "col2im")
+@rule("diagonal", "_cdist_forward", "repeat_interleave")
+def _freezing(call: Call) -> Sequence[Dims]:
+    for tensor in call.tensors():
+        _freeze_all(call, tensor)
+    return [[None] * o.ndim for o in call.outputs]
+
+
+@rule("pixel_shuffle")
+def _pixel_shuffle(call: Call) -> Sequence[Dims]:
+    """Every output channel is made of neighbouring input channels."""
+    x = call.dims("self")
+    if x[-3] is not None:
+        parts = x[-3].reshape(-1, call["upscale_factor"] ** 2)
+        call.channels.fold(parts.T.reshape(-1), parts.shape[1])
+        x[-3] = parts[:, 0].copy()
+    return [[*x[:-2], None, None]]
+
+
+@rule("pixel_unshuffle")
+def _pixel_unshuffle(call: Call) -> Sequence[Dims]:
+    x = call.dims("self")
+    labels = x[-3]
+    x[-3] = None if labels is None else np.repeat(labels, call["downscale_factor"] ** 2)
+    return [[*x[:-2], None, None]]
+
+
+@rule("channel_shuffle", "native_channel_shuffle")
+def _channel_shuffle(call: Call) -> Sequence[Dims]:
+    x = call.dims("self")
+    if x[1] is not None:
+        call.channels.fold(x[1], call["groups"])
+        x[1] = x[1].reshape(call["groups"], -1).T.reshape(-1)
+    return [x]
+
+
+@rule("view_as_complex")
+def _pairs_to_complex(call: Call) -> Sequence[Dims]:
+    x = call.dims("self")
+    call.channels.freeze(x[-1])
+    return [x[:-1]]
+
+
+@rule("view_as_real")
+def _complex_to_pairs(call: Call) -> Sequence[Dims]:
+    return [[*call.dims("self"), None]]
+
+
+@rule("_pack_padded_sequence")
+def _pack(call: Call) -> Sequence[Dims]:
+    """(batch and time in two axes, features) -> (both in one, features), and the batch sizes."""
+    return [[None, *call.dims("input")[2:]], [None]]
+
+
+@rule("_pad_packed_sequence")
+def _unpack(call: Call) -> Sequence[Dims]:
+    return [[None, None, *call.dims("data")[1:]], [None]]
+
+
+for _name in ("copy", "_prelu_kernel", "hardswish", "log_sigmoid_forward", "rrelu_with_noise"):
+    RULES[_name] = pointwise  # elementwise, though PyTorch does not tag them so
+for _name in ("polar", "complex", "floor_divide", "normal"):
+    RULES[_name] = pointwise
+
+
+@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten", "flatten", "view_as")
+def _view(call: Call) -> Sequence[Dims]:
+    source, out = call.tensors()[0], call.outputs[0]
+    given = call.labels(source)
+    if not any(call.channels.is_cut(labels) for labels in given):
+        return [[None] * out.ndim]
+    ins = [i for i, size in enumerate(source.shape) if size != 1]
+    outs = [i for i, size in enumerate(out.shape) if size != 1]
+    for i in set(range(source.ndim)) - set(ins):
+        call.channels.freeze(given[i])
+    dims: Dims = [None] * out.ndim
+    for some_in, some_out in _stretches(source.shape, out.shape, ins, outs):
+        flat = _flatten(call, [(given[i], source.shape[i]) for i in some_in])
+        for i, labels in zip(
+            some_out, _unflatten(call, flat, [out.shape[i] for i in some_out]), strict=True
+        ):
+            dims[i] = labels
+    return [dims]
+
+
+def _stretches(
+    old: Sequence[int], new: Sequence[int], ins: list[int], outs: list[int]
+) -> list[tuple[list[int], list[int]]]:
+    """The smallest runs of old and new axes that hold the same elements."""
+    runs: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(ins) and j < len(outs):
+        some_in, some_out = [ins[i]], [outs[j]]
+        i, j = i + 1, j + 1
+        while (have := prod(old[k] for k in some_in)) != (want := prod(new[k] for k in some_out)):
+            if have < want:
+                some_in.append(ins[i])
+                i += 1
+            else:
+                some_out.append(outs[j])
+                j += 1
+        runs.append((some_in, some_out))
+    return runs
+
+
+def _flatten(call: Call, axes: list[tuple[Labels | None, int]]) -> Labels | None:
+    """Labels of several axes laid into one; if two of them carry channels, only the last does."""
+    cut = [i for i, (labels, _) in enumerate(axes) if call.channels.is_cut(labels)]
+    if not cut:
+        return None
+    for i in cut[:-1]:
+        call.channels.freeze(axes[i][0])
+    labels, _ = axes[cut[-1]]
+    assert labels is not None
+    shape = [1] * len(axes)
+    shape[cut[-1]] = len(labels)
+    return np.broadcast_to(labels.reshape(shape), [size for _, size in axes]).reshape(-1)
+
+
+def _unflatten(call: Call, flat: Labels | None, sizes: list[int]) -> Dims:
+    """Labels of one axis that is split; the part that carries the channels is tied over the rest."""
+    if flat is None:
+        return [None] * len(sizes)
+    if len(sizes) == 1:
+        return [flat]
+    grid = call.channels.roots(flat).reshape(sizes)
+    varying = [i for i in range(len(sizes)) if (grid != np.take(grid, [0], axis=i)).any()]
+    if not varying:
+        call.channels.freeze(flat)
+        return [None] * len(sizes)
+    if len(varying) > 1:
+        call.splits.append(tuple(sizes))
+    carrier = varying[0] if call.split_first else varying[-1]
+    rows = np.moveaxis(grid, carrier, -1).reshape(-1, sizes[carrier])
+    for row in rows[1:]:
+        call.channels.tie(rows[0], row)
+    dims: Dims = [None] * len(sizes)
+    dims[carrier] = rows[0].copy()
+    return dims
+
+
+def rule_for(func: Any) -> Rule | None:
+    """The rule of an ATen overload: by name, or the pointwise one if PyTorch tags it so."""
+    name = base_name(func)
+    if name in RULES:
+        return RULES[name]
+    packet = getattr(torch.ops.aten, name, None)  # an in-place form has no tag of its own
+    overloads = [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
+    tagged = any(torch.Tag.pointwise in f.tags for f in (func, *overloads))
+    return pointwise if tagged else None
+
+
+def base_name(func: Any) -> str:
+    """The operation's name without namespace, overload and in-place underscore."""
+    name = str(func._schema.name).split("::")[-1]
+    return name.removesuffix("_") if not name.endswith("__") else name

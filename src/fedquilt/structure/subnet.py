@@ -1,0 +1,114 @@
+"""A subnet: which part of the global model, as a small value that can be sent and compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Subnet:
+    """A choice of channels per group; what is not mentioned is kept whole.
+
+    ``kept`` holds one bit per channel of each group that is cut. ``without`` names tensors that are
+    no part of it: not sent, not stitched. The tensors that ``own`` names are not shared with other
+    subnets but belong to ``owner``: in the global model their name is ``name@owner``.
+    Names in ``without`` and ``own`` may be patterns (``*.bias``) or one of the structure's sets
+    (``:statistics``).
+    """
+
+    kept: tuple[tuple[str, int], ...] = ()
+    without: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+    owner: str = ""
+
+    @staticmethod
+    def of(channels: Mapping[str, Iterable[int]]) -> Subnet:
+        """The subnet with these channels of these groups.
+
+        >>> Subnet.of({"conv1": [0, 2]})
+        Subnet(conv1: 0,2)
+        """
+        return Subnet(tuple(sorted((g, _mask(c)) for g, c in channels.items())))
+
+    def channels(self, group: str) -> Tensor | None:
+        """Indices kept of a group, ascending; None: all of them."""
+        for name, mask in self.kept:
+            if name == group:
+                return _indices(mask)
+        return None
+
+    def count(self, group: str) -> int | None:
+        """How many channels of a group are kept; None: all of them."""
+        for name, mask in self.kept:
+            if name == group:
+                return mask.bit_count()
+        return None
+
+    def keeping(self, group: str, channels: Iterable[int]) -> Subnet:
+        """The same subnet with other channels of one group."""
+        rest = tuple(pair for pair in self.kept if pair[0] != group)
+        return replace(self, kept=tuple(sorted((*rest, (group, _mask(channels))))))
+
+    def leaving(self, *names: str) -> Subnet:
+        """The same subnet without the named tensors."""
+        return replace(self, without=(*self.without, *(n for n in names if n not in self.without)))
+
+    def owning(self, owner: str, *names: str) -> Subnet:
+        """The same subnet whose named tensors are its own."""
+        return replace(self, own=names, owner=owner)
+
+    def encode(self) -> bytes:
+        """The subnet as bytes; at most one bit a channel, and less for leading channels."""
+        kept = [[g, m.bit_count() if _is_prefix(m) else f"{m:x}"] for g, m in self.kept]
+        return json.dumps(
+            [kept, self.without, self.own, self.owner], separators=(",", ":")
+        ).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Subnet:
+        """The subnet that ``encode`` wrote."""
+        kept, without, own, owner = json.loads(data)
+        masks = ((g, (1 << m) - 1 if isinstance(m, int) else int(m, 16)) for g, m in kept)
+        return Subnet(tuple(masks), tuple(without), tuple(own), owner)
+
+    def __repr__(self) -> str:
+        """Leading channels as a count, others as a list."""
+        words = []
+        for group, mask in self.kept:
+            listed = [str(i) for i in _indices(mask).tolist()]
+            prefix = f"first {len(listed)}"
+            words.append(f"{group}: {prefix if _is_prefix(mask) else ','.join(listed)}")
+        if self.without:
+            words.append(f"without {', '.join(self.without)}")
+        if self.owner:
+            words.append(f"own {', '.join(self.own)} of {self.owner}")
+        return f"Subnet({'; '.join(words)})"
+
+
+def _mask(channels: Iterable[int]) -> int:
+    mask = 0
+    for channel in channels:
+        if channel < 0:
+            raise ValueError(f"channels are counted from 0, got {channel}")
+        mask |= 1 << int(channel)
+    return mask
+
+
+def prefix(count: int) -> int:
+    """The bits of the first ``count`` channels."""
+    return (1 << count) - 1
+
+
+def _is_prefix(mask: int) -> bool:
+    return mask & (mask + 1) == 0
+
+
+@lru_cache(maxsize=4096)
+def _indices(mask: int) -> Tensor:
+    return torch.tensor([i for i in range(mask.bit_length()) if mask >> i & 1], dtype=torch.int64)

@@ -1,0 +1,1 @@
+"""What a client does with the subnets it is given."""

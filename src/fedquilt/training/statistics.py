@@ -1,0 +1,63 @@
+"""Static batch normalisation: ask clients for the statistics of their data (HeteroFL, Sec. 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedquilt.federation.client import Task, Update
+from fedquilt.structure.groups import STATISTICS
+from fedquilt.training.recipe import Workbench
+from fedquilt.training.sgd import batches
+
+ONLY_STATISTICS = ("*", f"!{STATISTICS}")  # as a subnet's ``without``
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The recipe: one pass over the client's data; its means and variances go back, nothing else.
+
+    Every batch is normalised by itself, as in training, so what comes back does not depend on the
+    statistics sent. Weighted by batches, the mean over clients is what one pass over all of
+    their batches, one after another, would accumulate.
+    """
+
+    batch_size: int
+
+    def run(self, task: Task, bench: Workbench) -> Update:
+        """Statistics of each subnet of the task."""
+        examples = bench.examples("train", task.client)
+        generator = torch.Generator().manual_seed(task.seed)
+        rows = list(batches(len(examples), self.batch_size, generator))
+        sent, found = [], []
+        for subnet in task.subnets:
+            module = bench.module(subnet, task.params)
+            with torch.no_grad(), cumulative(module):
+                for some in rows:
+                    module(examples.batch(some)[0])
+            only = type(subnet)(subnet.kept, ONLY_STATISTICS, subnet.own, subnet.owner)
+            sent.append(only)
+            found.append(bench.tensors(module, only, subnet))
+        return Update(task.client, tuple(sent), tuple(found), float(len(rows)), {})
+
+
+@contextmanager
+def cumulative(module: nn.Module) -> Iterator[None]:
+    """Normalisation layers in training mode that average their statistics over all batches."""
+    layers = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    before = [layer.momentum for layer in layers]
+    module.eval()
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None
+        layer.train()
+    try:
+        yield
+    finally:
+        for layer, momentum in zip(layers, before, strict=True):
+            layer.momentum = momentum

@@ -1,0 +1,398 @@
+"""Batches: what comes out of examples, and what is refused."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from fedquilt.data import DatasetExamples, Examples, Normalise, as_examples
+from fedquilt.data import examples as module
+from fedquilt.errors import DataError
+
+
+def images(count=6, channels=3, size=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, channels, size, size)
+    return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+
+
+def labels(count=6):
+    return torch.arange(count) % 3
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+class Pairs(Dataset):
+    """A map-style dataset with nothing but items; counts how often it is read."""
+
+    def __init__(self, inputs, targets):
+        self.inputs, self.answers, self.reads = inputs, targets, 0
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, row):
+        self.reads += 1
+        return self.inputs[row], self.answers[row]
+
+
+class Noisy(Pairs):
+    """Adds noise from torch's global generator, as torchvision's transforms do."""
+
+    def __getitem__(self, row):
+        return self.inputs[row] + torch.rand(()), self.answers[row]
+
+
+class WithTargets(Pairs):
+    """Keeps its labels where torchvision's sets keep them, and may transform them."""
+
+    target_transform = None
+
+    @property
+    def targets(self):
+        """The labels before they are transformed."""
+        return list(self.answers)
+
+    def __getitem__(self, row):
+        transform = self.target_transform or int
+        return super().__getitem__(row)[0], transform(self.answers[row])
+
+
+# Normalise
+
+
+def test_normalise_matches_a_float_oracle():
+    raw = images(20)
+    scale = Normalise.of(raw)
+    floats = raw.double() / 255
+    assert scale.mean == tuple(round(m, 4) for m in floats.mean((0, 2, 3)).tolist())
+    std = floats.transpose(0, 1).flatten(1).std(dim=1, unbiased=False)
+    assert scale.std == tuple(round(s, 4) for s in std.tolist())
+
+
+def test_normalise_of_a_constant_channel_does_not_divide_by_zero():
+    raw = images(4)
+    raw[:, 1] = 51
+    assert Normalise.of(raw).mean[1] == 0.2
+    assert Normalise.of(raw).std[1] == 1.0
+
+
+def test_normalise_is_measured_on_images_only():
+    with pytest.raises(DataError, match=r"uint8 images.*float32"):
+        Normalise.of(torch.zeros(2, 3))
+
+
+# Examples
+
+
+def test_a_batch_is_the_rows_asked_for_in_their_order():
+    data = Examples(images(), labels())
+    x, y = data.batch(torch.tensor([4, 1]))
+    assert torch.equal(x, images()[[4, 1]].float() / 255)
+    assert torch.equal(y, torch.tensor([1, 1]))
+    assert x.dtype == torch.float32
+
+
+def test_scale_centres_each_channel():
+    raw = images()
+    scale = Normalise((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
+    x, _ = Examples(raw, labels(), scale).batch(torch.arange(6))
+    for channel, (mean, std) in enumerate(zip(scale.mean, scale.std, strict=True)):
+        torch.testing.assert_close(x[:, channel], (raw[:, channel] / 255 - mean) / std)
+
+
+def test_the_cache_changes_no_bit(monkeypatch):
+    data = Examples(images(), labels(), Normalise.of(images()))
+    rows = torch.tensor([5, 0, 3])
+    cached, _ = data.batch(rows)
+    monkeypatch.setattr(module, "CACHED_CELLS", 0)
+    fresh, _ = data.batch(rows)
+    assert "_ready" in vars(data)
+    assert torch.equal(cached, fresh)
+
+
+def test_a_large_set_is_not_converted_as_a_whole(monkeypatch):
+    monkeypatch.setattr(module, "CACHED_CELLS", images().numel() - 1)
+    data = Examples(images(), labels())
+    data.batch(torch.tensor([0]))
+    assert "_ready" not in vars(data)
+
+
+def test_the_cache_does_not_travel():
+    data = Examples(images(), labels(), Normalise.of(images()))
+    before = len(pickle.dumps(data))
+    expected, _ = data.batch(torch.arange(6))
+    _ = data.label_set
+    assert len(pickle.dumps(data)) - before < images().numel()
+    again, _ = pickle.loads(pickle.dumps(data)).batch(torch.arange(6))
+    assert torch.equal(again, expected)
+
+
+def test_changing_a_batch_does_not_change_the_data():
+    data = Examples(torch.ones(4, 2), torch.zeros(4, dtype=torch.int64))
+    data.batch(torch.arange(4))[0].zero_()
+    assert data.batch(torch.arange(4))[0].eq(1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_other_inputs_stay_as_they_are(dtype):
+    inputs = torch.arange(12).view(6, 2).to(dtype)
+    x, _ = Examples(inputs, labels()).batch(torch.tensor([2]))
+    assert x.dtype == dtype
+    assert torch.equal(x, inputs[2:3])
+
+
+def test_select_keeps_the_rows_and_the_settings():
+    scale = Normalise.of(images())
+    part = Examples(images(), labels(), scale, "crop-flip").select(np.array([5, 2]))
+    assert torch.equal(part.inputs, images()[[5, 2]])
+    assert part.label_set == (2,)
+    assert (part.scale, part.augment, len(part)) == (scale, "crop-flip", 2)
+
+
+def test_selected_rows_do_not_carry_the_whole_set_when_pickled():
+    part = Examples(images(1000), labels(1000)).select(torch.tensor([1, 2]))
+    assert len(pickle.dumps(part)) < images(20).numel()
+
+
+def slow_crop_flip(image, top, left, mirrored):
+    _, height, width = image.shape
+    out = torch.zeros_like(image)
+    for row in range(height):
+        for column in range(width):
+            source = width - 1 - column if mirrored else column
+            y, x = row + top - 4, source + left - 4
+            if 0 <= y < height and 0 <= x < width:
+                out[:, row, column] = image[:, y, x]
+    return out
+
+
+def test_crop_flip_gives_one_of_the_162_views_of_each_image():
+    raw = images(40, channels=2, size=6)
+    data = Examples(raw, labels(40), augment="crop-flip")
+    x, y = data.batch(torch.arange(40), seeded())
+    seen = set()
+    for image, view in zip(raw, (x * 255).round().byte(), strict=True):
+        matches = [
+            (top, left, mirrored)
+            for top in range(9)
+            for left in range(9)
+            for mirrored in (False, True)
+            if torch.equal(slow_crop_flip(image, top, left, mirrored), view)
+        ]
+        assert matches
+        seen.add(matches[0])
+    assert len({top for top, _, _ in seen}) > 4
+    assert len({left for _, left, _ in seen}) > 4
+    assert len({mirrored for _, _, mirrored in seen}) == 2
+    assert torch.equal(y, labels(40))
+
+
+def test_crop_flip_reaches_every_offset_and_both_sides_evenly():
+    spot = torch.zeros(1, 1, 9, 9, dtype=torch.uint8)
+    spot[0, 0, 4, 4] = 255
+    data = Examples(spot, torch.zeros(1, dtype=torch.int64), augment="crop-flip")
+    x, _ = data.batch(torch.zeros(4000, dtype=torch.int64), seeded())
+    places = x.mean(0)[0]
+    assert torch.allclose(places, torch.full((9, 9), 1 / 81), atol=0.01)
+
+
+def test_crop_flip_mirrors_half_of_the_images():
+    edge = torch.zeros(1, 1, 1, 30, dtype=torch.uint8)
+    edge[..., :10] = 255
+    data = Examples(edge, torch.zeros(1, dtype=torch.int64), augment="crop-flip")
+    x, _ = data.batch(torch.zeros(2000, dtype=torch.int64), seeded())
+    bright_left, bright_right = x[..., :15].sum((1, 2, 3)), x[..., 15:].sum((1, 2, 3))
+    inside = bright_left + bright_right > 0
+    assert (bright_right > bright_left)[inside].float().mean().item() == pytest.approx(0.5, abs=0.1)
+
+
+def test_augmentation_follows_the_generator_and_spares_evaluation():
+    data = Examples(images(), labels(), augment="crop-flip")
+    rows = torch.arange(6)
+    first, again, other = (data.batch(rows, seeded(s))[0] for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(data.batch(rows)[0], images().float() / 255)
+
+
+def test_no_augmentation_draws_nothing():
+    generator = seeded()
+    Examples(images(), labels()).batch(torch.arange(6), generator)
+    assert torch.equal(generator.get_state(), seeded().get_state())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"labels": labels(5)}, "6 inputs and 5 labels"),
+        ({"labels": labels().float()}, "int64 class numbers, got torch.float32"),
+        ({"labels": labels().view(6, 1)}, r"1-D.*shape \(6, 1\)"),
+        ({"augment": "crop-flop"}, "augmentation 'crop-flop'.*did you mean 'crop-flip'"),
+        ({"inputs": torch.zeros(6, 2), "augment": "crop-flip"}, "only images"),
+        ({"inputs": torch.zeros(6, 2), "scale": Normalise((0.0,), (1.0,))}, "only images"),
+        ({"scale": Normalise((0.0,), (1.0,))}, "1 channels but the images have 3"),
+    ],
+)
+def test_examples_that_do_not_fit_are_refused(arguments, words):
+    with pytest.raises(DataError, match=words):
+        Examples(**{"inputs": images(), "labels": labels(), **arguments})
+
+
+# as_examples
+
+
+def test_as_examples_keeps_examples():
+    data = Examples(images(), labels())
+    assert as_examples(data) is data
+    wrapped = DatasetExamples(Pairs(images(), labels()))
+    assert as_examples(wrapped) is wrapped
+
+
+def forms():
+    x, y = images().float() / 255, labels()
+    pairs = [(x[i], int(y[i])) for i in range(6)]
+    return {
+        "tensors": (x, y),
+        "arrays": (x.double().numpy(), y.int().numpy()),
+        "list": [x, y],
+        "tensor dataset": TensorDataset(x, y),
+        "bytes": (images(), y),
+        "dataset": Pairs(x, y),
+        "plain items": Pairs([i.numpy() for i, _ in pairs], [j for _, j in pairs]),
+        "byte dataset": Pairs(images(), y),
+    }
+
+
+@pytest.mark.parametrize("form", forms())
+def test_every_form_of_the_same_data_gives_the_same_batches(form):
+    data = as_examples(forms()[form])
+    x, y = data.batch(torch.tensor([3, 0]))
+    assert torch.equal(x, images()[[3, 0]].float() / 255)
+    assert torch.equal(y, torch.tensor([0, 0]))
+    assert (x.dtype, y.dtype, len(data)) == (torch.float32, torch.int64, 6)
+    assert (data.label_set, data.labels.tolist()) == ((0, 1, 2), labels().tolist())
+    part = data.select(np.array([1, 4]))
+    assert (len(part), part.label_set) == (2, (1,))
+    assert torch.equal(part.batch(torch.tensor([1]))[0], images()[[4]].float() / 255)
+
+
+def test_a_tensor_dataset_takes_the_fast_path():
+    assert isinstance(as_examples(TensorDataset(images(), labels())), Examples)
+
+
+class Stream(IterableDataset):
+    """Has no rows."""
+
+    def __iter__(self):
+        return iter([])
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("mnist", "type str.*pass"),
+        ((images(), labels(), labels()), "type tuple"),
+        (Stream(), "map-style"),
+        (DataLoader(TensorDataset(images(), labels())), "pass its .dataset"),
+        ((images(), labels().float()), "one integer per input, got torch.float32"),
+        ((images(), np.array(["a"] * 6)), "one integer per input, got <U1"),
+        ((np.array([None] * 6), labels()), "numbers, got an array of object"),
+        ((images(), labels(5)), "6 inputs and 5 labels"),
+        ((torch.tensor([[1.0], [float("nan")]]), labels(2)), "finite.*1 NaN"),
+        ((np.array([[1.0], [np.inf]]), labels(2)), "finite.*1 NaN or infinite of 2"),
+        (TensorDataset(images()), "cannot be used"),
+    ],
+)
+def test_other_data_are_refused(data, words):
+    with pytest.raises(DataError, match=words):
+        as_examples(data)
+
+
+# DatasetExamples
+
+
+def test_labels_are_read_from_targets_without_touching_the_items():
+    dataset = WithTargets(images(), labels().tolist())
+    assert as_examples(dataset).label_set == (0, 1, 2)
+    assert as_examples(Subset(dataset, [1, 4])).label_set == (1,)
+    assert as_examples(dataset).select(torch.tensor([5, 3])).labels.tolist() == [2, 0]
+    assert dataset.reads == 0
+
+
+def test_labels_beside_the_items_are_read_once():
+    dataset = Pairs(images(), labels())
+    data = as_examples(dataset)
+    assert data.labels.tolist() == data.labels.tolist() == labels().tolist()
+    assert data.select(torch.tensor([2])).label_set == (2,)
+    assert dataset.reads == 6
+
+
+def test_a_subset_of_rows_reads_only_its_own_labels():
+    dataset = Pairs(images(), labels())
+    assert as_examples(dataset).select(torch.tensor([2, 5])).label_set == (2,)
+    assert dataset.reads == 2
+
+
+def test_a_target_transform_is_not_passed_over():
+    dataset = WithTargets(images(), labels().tolist())
+    dataset.target_transform = lambda label: label + 10
+    assert as_examples(dataset).label_set == (10, 11, 12)
+    assert as_examples(Subset(dataset, [1])).label_set == (11,)
+
+
+@pytest.mark.parametrize("kept", [["a", "b"], [0, 1], [0.5] * 6, [[1], [1, 2]]])
+def test_targets_that_are_not_the_labels_are_passed_over(kept):
+    dataset = Pairs(images(), labels())
+    dataset.targets = kept
+    assert as_examples(dataset).labels.tolist() == labels().tolist()
+
+
+def test_random_transforms_follow_the_generator():
+    data = as_examples(Noisy(torch.zeros(4, 2), labels(4)))
+    rows = torch.arange(4)
+    first, again, other = (data.batch(rows, seeded(s))[0] for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(data.batch(rows)[0], data.batch(rows)[0])
+
+
+def test_reading_a_dataset_leaves_the_global_generator_alone():
+    data = as_examples(Noisy(torch.zeros(4, 2), labels(4)))
+    state = torch.get_rng_state()
+    data.batch(torch.arange(4), seeded())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Silent(Dataset):
+    """Does not say how long it is."""
+
+    def __getitem__(self, row):
+        return torch.zeros(1), 0
+
+
+class Dicts(Pairs):
+    """Items as Hugging Face's sets have them."""
+
+    def __getitem__(self, row):
+        return {"x": 1, "y": 2}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (Silent(), "must know its length"),
+        (Dicts(images(), labels()), r"\(input, label\) pairs, item 0 is a dict"),
+        (Pairs(["picture"], [0]), "tensor or an array, got str"),
+        (Pairs([torch.zeros(2), torch.zeros(3)], [0, 0]), r"one shape, got \(2,\) and \(3,\)"),
+        (Pairs(images(), ["cat"] * 6), "one class number, got 'cat'"),
+        (Pairs(images(), [0.5] * 6), "one class number, got 0.5"),
+    ],
+)
+def test_items_that_cannot_be_used_are_refused(dataset, words):
+    with pytest.raises(DataError, match=words):
+        as_examples(dataset).batch(torch.arange(len(dataset.inputs)))
