@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ class DataSection(_Section):
     source: str = "digits"
     partition: str = "iid"
     clients: int | None = Field(10, ge=1)
-    budgets: str | list[float | dict[str, float]] = Field(default=[1.0, 0.5, 0.25, 0.125, 0.0625])
+    budgets: str | tuple[float | dict[str, float], ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
 
 class ModelSection(BaseModel):
@@ -51,10 +50,11 @@ class ModelSection(BaseModel):
 
 
 class MethodSection(BaseModel):
-    """The method and its own options."""
+    """The method, the share of the clients that take part in a round, and its own options."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str = "heterofl"
+    fraction: float = Field(1.0, gt=0, le=1)
 
 
 class OptimiserSection(_Section):
@@ -63,7 +63,7 @@ class OptimiserSection(_Section):
     lr: float | None = Field(None, gt=0)
     momentum: float | None = Field(None, ge=0, lt=1)
     weight_decay: float | None = Field(None, ge=0)
-    epochs: int | None = Field(None, ge=1)
+    epochs: int = Field(2, ge=1)
     batch_size: int | None = Field(None, ge=1)
     clip: float | None = Field(None, ge=0)  # 0: no clipping
     milestones: tuple[int, ...] | None = None
@@ -79,10 +79,10 @@ class RunSection(_Section):
 
 
 class Config(_Section):
-    """All settings of a run."""
+    """All settings of a run; the defaults train on the embedded digits in about a minute."""
 
     seed: int = Field(0, ge=0)
-    rounds: int = Field(40, ge=1)
+    rounds: int = Field(20, ge=1)
     data: DataSection = DataSection()
     model: ModelSection = ModelSection()
     method: MethodSection = MethodSection()
@@ -100,6 +100,18 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the config file '{path}' cannot be read: {problem}") from problem
 
 
+def read_value(text: str) -> Any:
+    """A TOML value; a bare word is text.
+
+    >>> read_value("[1, 0.5]"), read_value("group")
+    ([1, 0.5], 'group')
+    """
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
 def override(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with dotted names replaced.
 
@@ -115,6 +127,19 @@ def override(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
             if not isinstance(place, dict):
                 raise ConfigError(f"'{section}' is no section, so '{name}' cannot be set")
         place[key] = value
+    return result
+
+
+def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name, as ``override`` takes them.
+
+    >>> dotted({"data": {"source": "mnist"}, "rounds": 2})
+    {'data.source': 'mnist', 'rounds': 2}
+    """
+    result: dict[str, Any] = {}
+    for name, value in settings.items():
+        is_section = isinstance(value, Mapping)
+        result |= {f"{name}.{k}": v for k, v in value.items()} if is_section else {name: value}
     return result
 
 
@@ -154,7 +179,7 @@ def _toml(value: Any) -> str:
         return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def method_of(config: Config) -> Method:
@@ -164,19 +189,20 @@ def method_of(config: Config) -> Method:
     if factory is None:
         raise ConfigError(unknown("method", section.name, METHODS))
     given = {k: v for k, v in config.optimiser.model_dump().items() if v is not None}
-    options = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in (section.model_extra or {}).items()
-    }
-    accepted = set(inspect.signature(factory).parameters)
-    for name in options:
-        if name not in accepted:
-            raise ConfigError(
-                unknown(f"setting of method {section.name}", name, accepted - {"optimiser"})
-            )
+    options = section.model_dump(exclude={"name"})
+    accepted = set(inspect.signature(factory).parameters) - {"optimiser"}
+    _refuse_unknown(f"setting of method {section.name}", options, accepted)
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     default = _default_optimiser(factory)
     values = {f.name: getattr(default, f.name) for f in fields(default)} | given
     values["clip"] = values["clip"] or None
     return factory(optimiser=Optimiser(**values), **options)
+
+
+def _refuse_unknown(kind: str, given: Iterable[str], accepted: Iterable[str]) -> None:
+    for name in given:
+        if name not in accepted:
+            raise ConfigError(unknown(kind, name, accepted))
 
 
 def _default_optimiser(factory: Callable[..., Method]) -> Optimiser:
@@ -212,24 +238,46 @@ def example_of(source: Source) -> Tensor:
     return torch.zeros_like(x)
 
 
-def model_of(config: Config, source: Source | None) -> nn.Module:
-    """The model that the settings name, fitted to the data and initialised by the seed."""
-    options = dict(config.model.model_extra or {})
-    if source is not None:
-        options = {**_facts(source, find(config.model.name)), **options}
+def model_of(config: Config) -> nn.Module:
+    """The model that the settings name, initialised by the seed."""
+    options = config.model.model_extra or {}
+    accepted = _parameters(find(config.model.name))
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        _refuse_unknown(f"setting of model {config.model.name}", options, accepted)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return make(config.model.name, options)
 
 
-def _facts(source: Source, factory: Callable[..., nn.Module]) -> dict[str, int]:
-    """What the data says about the model, as far as the model asks."""
-    known = {"num_classes": source.num_classes}
-    if source.train.inputs.ndim == 4:
-        known |= {
-            "in_channels": source.train.inputs.shape[1],
-            "image_size": source.train.inputs.shape[-1],
-        }
-    target = factory.func if isinstance(factory, partial) else factory
-    asked = inspect.signature(target).parameters
-    return {name: value for name, value in known.items() if name in asked}
+def _parameters(factory: Callable[..., nn.Module]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(factory).parameters
+
+
+def fitted(config: Config, shape: Sequence[int], num_classes: int) -> Config:
+    """The settings with a model that fits inputs of a shape, as far as the model asks."""
+    facts = {"num_classes": num_classes}
+    if len(shape) == 3:
+        facts |= {"in_channels": shape[0], "image_size": shape[-1]}
+    asked = _parameters(find(config.model.name))
+    given = config.model.model_extra or {}
+    changes = {f"model.{k}": v for k, v in facts.items() if k in asked and k not in given}
+    return checked(override(config.model_dump(), changes))
+
+
+def resolved(config: Config, source: Source) -> Config:
+    """The settings with all that follows from them and the data spelled out.
+
+    They mean the same when the data is not at hand, or when a default has changed.
+    """
+    method = method_of(config)
+    optimiser = asdict(method.optimiser)  # type: ignore[attr-defined]
+    optimiser["clip"] = optimiser["clip"] or 0.0
+    options = {
+        name: parameter.default
+        for name, parameter in inspect.signature(METHODS[config.method.name]).parameters.items()
+        if name != "optimiser" and parameter.default is not None
+    }
+    settings = config.model_dump()
+    settings |= {"optimiser": optimiser, "method": {**options, **settings["method"]}}
+    full = fitted(checked(settings), tuple(source.train.inputs.shape[1:]), source.num_classes)
+    return checked(tomllib.loads(as_toml(full)))  # as it will be read again, to the last bit

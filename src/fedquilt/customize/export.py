@@ -66,7 +66,8 @@ def _compare(path: Path, found: Tensor, expected: Tensor) -> None:
     error = (found - expected).abs().max().item()
     if not error <= TOLERANCE * max(expected.abs().max().item(), 1.0):
         raise FedquiltError(
-            f"{path} was not written: read back, it gives other outputs than the model (by {error:.2g})"
+            f"{path} was not written: read back, it gives other outputs than the model "
+            f"(by {error:.2g})"
         )
 
 

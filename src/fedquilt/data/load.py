@@ -119,7 +119,8 @@ def _write_npz(path: Path, arrays: Arrays) -> None:
     unfinished = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            x_train, y_train, x_test, y_test = (arrays[name] for name in REQUIRED)
+            np.savez(file, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -55,12 +55,13 @@ def clients(
 ) -> Population:
     """Clients for a run.
 
-    ``train`` is one set that is divided by ``partition`` among ``count`` clients, or a list with one set
-    per client. A set is a ``torch.utils.data.Dataset`` of (input, label), or a pair of arrays.
-    ``test`` is one set, which the server holds and which is divided like the training set, or a list
-    per client. ``partition`` is text (``iid``, ``classes:2``, ``dirichlet:0.5``, ``domain``,
-    ``natural``) or a partitioner of flwr-datasets. ``budgets`` says what clients can afford, see
-    ``fedquilt.federation.mix``. ``groups`` are ids or domains of the training and the test examples.
+    ``train`` is one set that is divided by ``partition`` among ``count`` clients, or a list with
+    one set per client. A set is a ``torch.utils.data.Dataset`` of (input, label), or a pair of
+    arrays. ``test`` is one set, which the server holds and which is divided like the training set,
+    or a list per client. ``partition`` is text (``iid``, ``classes:2``, ``dirichlet:0.5``,
+    ``domain``, ``natural``) or a partitioner of flwr-datasets. ``budgets`` says what clients can
+    afford, see ``fedquilt.federation.mix``. ``groups`` are ids or domains of the training and of
+    the test examples.
     """
     if _is_per_client(train):
         own = [as_examples(d) for d in train]
@@ -119,7 +120,8 @@ def _population(
     for number, examples in enumerate(train):
         if len(examples) == 0:
             raise DataError(
-                f"client {number} has no data; give it some, take fewer clients, or another partition"
+                f"client {number} has no data; give it some, take fewer clients, "
+                "or another partition"
             )
     dealt = deal(budgets, len(train))
     found = tuple(

@@ -3,7 +3,8 @@
 Global tensors are written once a round to a file in shared memory, which every worker maps; a
 worker takes its subnet from there. What comes back is a file as well, so that updates which are
 early wait outside the server's memory. The same code does the work in this very process
-when there are no workers. One thread everywhere, so the bits do not depend on the number of workers.
+when there are no workers. One thread everywhere, so the bits do not depend on the number of
+workers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.engines.kept import KeptStates, is_sound, read, write
+from fedquilt.engines.spool import Spool
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.structure.cut import Params
 from fedquilt.structure.groups import Structure
@@ -39,6 +40,7 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.training.recipe import Recipe, Workbench
 
 Data = Mapping[str, Mapping[int, ClientData]]  # split -> client -> examples
+SHARED_MEMORY = Path("/dev/shm")
 MOST_TRIES = 2  # a task whose worker died is done once more
 
 
@@ -82,8 +84,9 @@ class LocalEngine:
         folder: Path | None = None,
     ) -> None:
         self._bench = Workbench(model, structure, data)
-        self._spool = Path(tempfile.mkdtemp(prefix="fedquilt-"))
-        self._states = KeptStates(folder or self._spool / "clients")
+        self._spool = Spool(Path(tempfile.gettempdir()))
+        self._memory = Spool(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else self._spool
+        self._states = KeptStates(folder or self._spool.folder / "clients")
         self._workers = [_Worker(self._bench) for _ in range(workers)]
         self._files = 0
 
@@ -107,10 +110,12 @@ class LocalEngine:
         self._states.forget_others(*used)
 
     def close(self) -> None:
-        """Ends all workers and removes temporary files."""
+        """Ends all workers and removes temporary files, also those of a round that was left."""
         for worker in self._workers:
             worker.end()
-        shutil.rmtree(self._spool, ignore_errors=True)
+            worker.orders.clear()
+        self._memory.close()
+        self._spool.close()
 
     def __enter__(self) -> LocalEngine:
         return self
@@ -122,10 +127,11 @@ class LocalEngine:
         with one_thread():
             try:
                 update, state = do_task(task, self._bench, read(self._states.current(task.client)))
+                if state is not None:
+                    write(self._states.next(task.client), state)
             except Exception as problem:
                 return Failure(task.client, _sentence(problem))
         if state is not None:
-            write(self._states.next(task.client), state)
             self._states.advance(task.client)
         return update
 
@@ -133,8 +139,8 @@ class LocalEngine:
         queue = deque(_heaviest_first(tasks, self._bench.structure))
         tries = [0] * len(tasks)
         done: dict[int, _Answer | Failure] = {}
-        with _shared(tasks, self._spool) as shared:
-            orders = [self._order(i, task, shared[i]) for i, task in enumerate(tasks)]
+        with self._shared(tasks) as shared:
+            orders = [self._order(i, task, shared[id(task.params)]) for i, task in enumerate(tasks)]
             try:
                 for number in range(len(tasks)):
                     while number not in done:
@@ -146,7 +152,6 @@ class LocalEngine:
                 self._drop_unfinished(orders)
 
     def _order(self, number: int, task: Task, params: Path) -> _Order:
-        self._files += 1
         return _Order(
             number,
             task.client,
@@ -156,8 +161,28 @@ class LocalEngine:
             params,
             self._states.current(task.client),
             self._states.next(task.client),
-            self._spool / f"update-{self._files}.safetensors",
+            self._spool.folder / f"update-{self._next_number()}.safetensors",
         )
+
+    def _next_number(self) -> int:
+        self._files += 1
+        return self._files
+
+    @contextlib.contextmanager
+    def _shared(self, tasks: Sequence[Task]) -> Iterator[dict[int, Path]]:
+        """Files with the tasks' global tensors, in shared memory where there is enough of it."""
+        paths: dict[int, Path] = {}
+        try:
+            for params in {id(task.params): task.params for task in tasks}.values():
+                size = sum(t.nbytes for t in params.values())
+                spool = self._memory if self._memory.has_room(size) else self._spool
+                path = spool.folder / f"params-{self._next_number()}.safetensors"
+                paths[id(params)] = path
+                save_file({n: t.detach().contiguous() for n, t in params.items()}, path)
+            yield paths
+        finally:
+            for path in paths.values():
+                path.unlink(missing_ok=True)
 
     def _feed(self, queue: deque[int], orders: Sequence[_Order]) -> None:
         """Every worker has something to do, and, while there is plenty, something to do next."""
@@ -240,23 +265,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _shared(tasks: Sequence[Task], spool: Path) -> Iterator[list[Path]]:
-    """Files with the tasks' global tensors, in shared memory where there is some."""
-    memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="fedquilt-", dir=memory if memory.is_dir() else spool))
-    paths: dict[int, Path] = {}
-    try:
-        for task in tasks:
-            if id(task.params) not in paths:
-                path = folder / f"{len(paths)}.safetensors"
-                save_file({n: t.detach().contiguous() for n, t in task.params.items()}, path)
-                paths[id(task.params)] = path
-        yield [paths[id(task.params)] for task in tasks]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _heaviest_first(tasks: Sequence[Task], structure: Structure) -> list[int]:

@@ -1,12 +1,13 @@
 """Accuracy of every size, on the server's held-out data and on the clients' own test data.
 
-"Global" is the model on all held-out data. "Local" restricts each client's answers to the classes it
-has, on its own test data, averaged over examples (HeteroFL, Sec. 4). For methods with
-personal models both are means over clients of what each one's own model gets.
+"Global" is the model on all held-out data. "Local" restricts each client's answers to the classes
+it has, on its own test data, averaged over examples (HeteroFL, Sec. 4). For methods with personal
+models both are means over clients of what each one's own model gets.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class SizeScore:
     macs: int
     accuracy: float | None  # global, in [0, 1]; None without held-out data
     local_accuracy: float | None  # None where clients have no test data of their own
-    loss: float | None
+    loss: float | None  # None without held-out data, and where it is not finite
     num_examples: int
 
 
@@ -92,4 +93,4 @@ def _share(answers: Iterable[Update], size: int) -> tuple[float | None, float | 
         return None, None, 0
     hits = sum(a.metrics[f"hits:{size}"] for a in listed)
     loss = sum(a.metrics[f"loss:{size}"] for a in listed)
-    return hits / count, loss / count, count
+    return hits / count, loss / count if math.isfinite(loss) else None, count

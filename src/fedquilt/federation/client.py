@@ -66,8 +66,12 @@ class Failure:
 def seed_of(*parts: int) -> int:
     """A seed for one stream of randomness, such as (seed, round, client).
 
+    Different parts give different streams, also when some are zero or missing: NumPy takes
+    (1,) and (1, 0) for the same, so the number of parts goes in as well.
+
     >>> seed_of(0, 1, 2) == seed_of(0, 1, 2) != seed_of(0, 2, 1)
     True
     """
-    numbers = [part % 2**32 for part in parts]
+    words = [word for part in parts for word in divmod(part % 2**64, 2**32)]
+    numbers = [len(parts), *words]
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))

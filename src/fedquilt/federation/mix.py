@@ -24,7 +24,7 @@ def parse(mix: Mix) -> list[Share]:
     [(1.0, 1), (0.0625, 9)]
     """
     if isinstance(mix, str):
-        return [_level(word) for word in mix.split("-")] if mix[:1].isalpha() else _widths(mix)
+        return _levels(mix) if mix[:1].isalpha() else _widths(mix)
     shares = [(_budget(item), 1) for item in mix]
     if not shares:
         raise BudgetError("budgets are empty; give at least one, such as 1")
@@ -45,12 +45,19 @@ def deal(mix: Mix, num_clients: int) -> list[Budget]:
     return dealt + [shares[-1][0]] * (num_clients - len(dealt))
 
 
+def _levels(text: str) -> list[Share]:
+    shares = [_level(word) for word in text.split("-")]
+    if not any(part for _, part in shares):
+        raise BudgetError(f"the parts of '{text}' are all 0; give a level some clients, like a1-e9")
+    return shares
+
+
 def _level(word: str) -> Share:
     match = re.fullmatch(r"([a-z])(\d*)", word)
     if match is None or match[1] not in LEVELS:
         raise BudgetError(
-            f"'{word}' is not a level with its part; write levels {', '.join(LEVELS)} like a1-e9, or widths "
-            "like 1,0.5,0.25"
+            f"'{word}' is not a level with its part; write levels {', '.join(LEVELS)} like a1-e9, "
+            "or widths like 1,0.5,0.25"
         )
     return Budget(LEVELS[match[1]]), int(match[2] or 1)
 

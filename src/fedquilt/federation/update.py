@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from fedquilt.errors import StructureError, UpdateError
 from fedquilt.federation.client import Update
-from fedquilt.structure.cut import shapes
+from fedquilt.structure.cut import Params, shapes
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 
 
-def accept(update: Update, structure: Structure) -> Update:
-    """The update itself, if its names, shapes and values are those of its subnets.
+def accept(update: Update, structure: Structure, params: Params) -> Update:
+    """The update itself, if its names, shapes, types and values are those of its subnets.
 
-    Raises an UpdateError that says what is wrong otherwise.
+    ``params`` are the global tensors. Raises an UpdateError that says what is wrong otherwise.
     """
     who = f"client {update.client}"
     if not (math.isfinite(update.weight) and update.weight >= 0):
@@ -30,12 +29,12 @@ def accept(update: Update, structure: Structure) -> Update:
             f"{who} sent {len(update.params)} sets of tensors for {len(update.subnets)} subnets"
         )
     for subnet, tensors in zip(update.subnets, update.params, strict=True):
-        _accept_part(who, subnet, tensors, structure)
+        _accept_part(who, subnet, tensors, structure, params)
     return update
 
 
 def _accept_part(
-    who: str, subnet: Subnet, tensors: Mapping[str, Tensor], structure: Structure
+    who: str, subnet: Subnet, tensors: Params, structure: Structure, params: Params
 ) -> None:
     try:
         where = shapes(structure, subnet)
@@ -47,8 +46,12 @@ def _accept_part(
     for name, shape in where.items():
         if tuple(tensors[name].shape) != shape:
             raise UpdateError(
-                f"{who} sent '{name}' with shape {tuple(tensors[name].shape)}, its subnet has {shape}; "
-                "was the model built at another width?"
+                f"{who} sent '{name}' with shape {tuple(tensors[name].shape)}, its subnet has "
+                f"{shape}; was the model built at another width?"
+            )
+        if tensors[name].dtype != params[name].dtype:
+            raise UpdateError(
+                f"{who} sent '{name}' as {tensors[name].dtype}, the model has {params[name].dtype}"
             )
         if not _is_finite(tensors[name]):
             raise UpdateError(

@@ -15,3 +15,5 @@ METHODS: dict[str, Callable[..., Method]] = {
     "lg-fedavg": lg_fedavg,
     "standalone": standalone,
 }
+
+__all__ = ["METHODS", "FedAvg", "HeteroFL", "Method", "lg_fedavg", "standalone"]

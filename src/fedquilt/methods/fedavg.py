@@ -1,6 +1,7 @@
 """FedAvg: every client trains the same net; the server takes the mean.
 
-McMahan et al. "Communication-Efficient Learning of Deep Networks from Decentralized Data." AISTATS 2017.
+McMahan et al. "Communication-Efficient Learning of Deep Networks from Decentralized Data."
+AISTATS 2017.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.method import initial, merged
@@ -30,6 +32,14 @@ class FedAvg:
 
     def start(self, setup: Setup) -> State:
         """The model's own tensors."""
+        for pattern in self.home:
+            word = pattern.removeprefix("!")
+            if not setup.structure.matching((word,)):
+                what = "stays at home" if word == pattern else "is shared"
+                raise ConfigError(
+                    f"'{word}' {what} but names no tensor of the model; its tensors are: "
+                    f"{', '.join(setup.structure.shapes)}"
+                )
         return initial(setup)
 
     def plan(self, setup: Setup, state: State, client: Client) -> list[Task]:

@@ -3,8 +3,9 @@
 Diao, Ding, Tarokh. "HeteroFL: Computation and Communication Efficient Federated Learning for
 Heterogeneous Clients." ICLR 2021.
 
-Symbols of the paper -> names here: W_g -> state.params, r_m = r^(p-1) -> width, L_m -> client.budget,
-C -> fraction, E, B, η -> optimiser.epochs, .batch_size, .lr, {1 ... P} -> widths.
+Symbols of the paper -> names here: W_g -> state.params, r_m = r^(p-1) -> width,
+L_m -> client.budget, C -> fraction, E, B, η -> optimiser.epochs, .batch_size, .lr,
+{1 ... P} -> widths.
 
 Differences from the public code, where it departs from the paper, are in docs/methods/heterofl.md.
 """
@@ -33,8 +34,8 @@ class HeteroFL:
     """Nested widths, Scaler, static batch normalisation, masked loss, label-aware averaging.
 
     ``assignment`` is ``fixed`` (a client's budget decides its width) or ``dynamic`` (redrawn
-    uniformly from ``widths`` for every active client in every round). ``widths`` also names the sizes whose
-    statistics are asked for at the end; by default those that the budgets allow.
+    uniformly from ``widths`` for every active client in every round). ``widths`` also names the
+    sizes whose statistics are asked for at the end; by default those that the budgets allow.
     """
 
     optimiser: Optimiser = field(default_factory=Optimiser)
@@ -98,7 +99,7 @@ class HeteroFL:
         return float(self.widths[draw.integers(len(self.widths))])
 
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
-        """Eqs. 1-3: each cell is averaged over the clients that hold it; every client counts once."""
+        """Eqs. 1-3: each cell is averaged over the clients that hold it, each counting once."""
         return merged(setup, state, updates)
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """Baselines with personal models: Standalone and LG-FedAvg.
 
-Both are FedAvg in which some tensors never leave the client. In Standalone no tensor does. In LG-FedAvg
+Both are FedAvg in which some tensors never leave the client. In Standalone none does. In LG-FedAvg
 (Liang et al., "Think Locally, Act Globally", 2020) clients keep their own representation layers
 and share the layers above.
 """

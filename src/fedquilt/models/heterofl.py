@@ -1,4 +1,4 @@
-"""The image nets of HeteroFL (Diao et al., ICLR 2021, Table 6): a CNN and a pre-activation ResNet18.
+"""The image nets of HeteroFL (Diao et al., ICLR 2021, Table 6): a CNN and a PreResNet18.
 
 Plain modules that know nothing of federated learning. Scaling and static statistics are put around
 them by the method. The paper's ResNet18 has blocks [1, 1, 1, 2] (9.6 M parameters, its Table 2);

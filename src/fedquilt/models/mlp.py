@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ class MLP(nn.Module):
         super().__init__()
         sizes = [in_channels * image_size**2, *hidden]
         layers: list[nn.Module] = [nn.Flatten()]
-        for before, after in zip(sizes, sizes[1:], strict=False):
+        for before, after in itertools.pairwise(sizes):
             layers += [nn.Linear(before, after), nn.ReLU()]
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(sizes[-1], num_classes)

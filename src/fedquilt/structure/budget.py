@@ -31,7 +31,8 @@ class Budget:
         """Refuses limits that make no sense."""
         if not 0 < self.width <= 1:
             raise BudgetError(
-                f"widths are fractions in (0, 1], got {self.width}; write 1/8 as 0.125, and 1 for the whole"
+                f"widths are fractions in (0, 1], got {self.width}; "
+                "write 1/8 as 0.125, and 1 for the whole"
             )
         for field in fields(self)[1:]:
             limit = getattr(self, field.name)

@@ -21,10 +21,18 @@ class Channels:
 
     def __init__(self) -> None:
         self._parent: list[int] = [FROZEN]
+        self._owned = 1  # channels below are of the model's own tensors
         self._pinned: set[int] = set()
 
+    def owned(self, count: int) -> Labels:
+        """Channels of one of the model's own tensors; these are asked for before any others."""
+        assert self._owned == len(self._parent)
+        labels = self.fresh(count)
+        self._owned = len(self._parent)
+        return labels
+
     def fresh(self, count: int) -> Labels:
-        """New channels, tied to nothing."""
+        """New channels, tied to nothing: no tensor of the model has them yet."""
         start = len(self._parent)
         self._parent.extend(range(start, start + count))
         return np.arange(start, start + count, dtype=np.int64)
@@ -71,8 +79,10 @@ class Channels:
                 self.tie(stretches[0], stretch)
 
     def is_cut(self, labels: Labels | None) -> bool:
-        """Whether any position may be cut."""
-        return labels is not None and any(self.find(c) != FROZEN for c in labels.tolist())
+        """Whether any position may be cut, and with it a tensor of the model."""
+        if labels is None:
+            return False
+        return any(FROZEN < self.find(c) < self._owned for c in labels.tolist())
 
     def pinned(self) -> frozenset[int]:
         """Representatives of the pinned channels."""
@@ -81,7 +91,7 @@ class Channels:
     def _union(self, a: int, b: int) -> None:
         a, b = self.find(a), self.find(b)
         if a != b:
-            low, high = (a, b) if a < b else (b, a)
+            low, high = (a, b) if a < b else (b, a)  # so the model's own channels represent others
             self._parent[high] = low
 
 

@@ -12,64 +12,84 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.errors import StructureError
-from fedquilt.structure.cut import build, cells, mesh, positions
-from fedquilt.structure.groups import Axis, Size, Structure, axis_of, traced
-from fedquilt.structure.layers import knows
+from fedquilt.structure.channels import Labels
+from fedquilt.structure.cut import build, cells, positions, put
+from fedquilt.structure.groups import Axis, Size, Structure, axis_of, follows, owner_of, traced
+from fedquilt.structure.layers import may_hold_sizes
+from fedquilt.structure.operations import NOISE, base_name
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import Example, Trace, arguments, named_tensors, plain_kernels
+from fedquilt.structure.trace import (
+    Choices,
+    Example,
+    Trace,
+    arguments,
+    named_tensors,
+    plain_kernels,
+    remedy,
+    tensors_in,
+    training_inputs,
+)
 
 WIDTHS = (0.5, 0.3)  # one that divides most sizes, one that divides few
-MOST_TRIES = 32
+UNEVEN = 2  # subnets with other channels, and another number of them, for every group
+MOST_TRIES = 32  # for each way to settle the choices that a trace leaves open
 
 
 def traced_and_checked(model: nn.Module, example: Example, exclude: tuple[str, ...]) -> Structure:
     """Traces a model; where a choice was open, takes the first that passes the check."""
+    probe = _probe(model, example)
     first: StructureError | None = None
-    for structure, again in itertools.islice(_candidates(model, example, exclude), MOST_TRIES):
-        try:
-            check(model, structure, example)
-            _check_trace_of_subnet(model, structure, again)
-        except StructureError as problem:
-            first = first or problem
-        else:
-            return structure
+    for choices in _choices(model, example, exclude):
+        plain, trace = traced(model, example, exclude, choices)
+        _require_something_to_cut(plain, model)
+        for structure in itertools.islice(_sized(plain, trace, probe), MOST_TRIES):
+            try:
+                _check_subnets(structure, probe)
+                _check_shuffles(structure, probe)
+                _check_training(model, structure, example)
+                _check_trace_of_subnet(model, structure, example, exclude, choices)
+            except StructureError as problem:
+                first = first or problem
+            else:
+                return structure
     assert first is not None
     raise first
 
 
-Retrace = Callable[[nn.Module], Structure]
+def _choices(model: nn.Module, example: Example, exclude: tuple[str, ...]) -> Iterator[Choices]:
+    """Ways to settle what a trace leaves open, those that leave most to cut first."""
+    choices = _with_splits(model, example, exclude)
+    yield choices
+    yield replace(choices, one_number=True)
+    yield replace(choices, one_number=True, from_input=True)
 
 
-def _candidates(
-    model: nn.Module, example: Example, exclude: tuple[str, ...]
-) -> Iterator[tuple[Structure, Retrace]]:
-    """Structures that the open choices allow, each with the way to trace a subnet alike."""
-    plain, trace = traced(model, example, exclude)
-    splitting = frozenset(
-        name for name, labels in trace.splits if not trace.channels.is_cut(labels)
-    )
-    if splitting:  # channels last came to nothing there: they may come first
-        other, seen = traced(model, example, exclude, splitting)
-        if _cut_channels(other) > _cut_channels(plain):
-            plain, trace = other, seen
-        else:
-            splitting = frozenset()
-    _require_something_to_cut(plain, model)
-    for structure in _sized(model, plain, trace):
-        yield structure, lambda small: traced(small, example, exclude, splitting)[0]
-    heads = frozenset(name for name, _ in trace.splits)
-    if heads:  # the module may compute the size of its heads from its input
-        tied, trace = traced(model, example, exclude, splitting, heads)
-        for structure in _sized(model, tied, trace):
-            yield structure, lambda small: traced(small, example, exclude, splitting, heads)[0]
+def _with_splits(model: nn.Module, example: Example, exclude: tuple[str, ...]) -> Choices:
+    """Where channels last came to nothing they may come first: kept if more can then be cut."""
+    choices = Choices()
+    structure, trace = traced(model, example, exclude, choices)
+    alike: dict[tuple[type, tuple[int, ...]], set[tuple[str, int]]] = {}
+    for split in trace.splits:
+        if not trace.channels.is_cut(split.labels):
+            kind = type(model.get_submodule(split.module))
+            alike.setdefault((kind, split.sizes), set()).add((split.module, split.number))
+    for reshapes in reversed(alike.values()):
+        other = replace(choices, split_first=choices.split_first | reshapes)
+        seen, _ = traced(model, example, exclude, other)
+        if _cut_channels(seen) > _cut_channels(structure):
+            choices, structure = other, seen
+    return choices
 
 
 def _cut_channels(structure: Structure) -> int:
@@ -79,50 +99,87 @@ def _cut_channels(structure: Structure) -> int:
 def _require_something_to_cut(structure: Structure, model: nn.Module) -> None:
     if not structure.cut_groups():
         raise StructureError(
-            f"no channels of {type(model).__name__} can be cut: every axis is tied to the input or the "
-            "output; add a hidden layer, or give the axes with Structure.declare(...)"
+            f"no channels of {type(model).__name__} can be cut: every axis is tied to the input or "
+            "the output; add a hidden layer, or give the axes with Structure.declare(...)"
         )
 
 
-def _sized(model: nn.Module, structure: Structure, trace: Trace) -> Iterator[Structure]:
-    """The structure with the numbers that modules keep, likely readings first."""
-    options = [_readings(model, name, structure, trace) for name in trace.sizes]
-    open_choices = [choices for module in options for choices in module]
-    for chosen in itertools.product(*open_choices):
+def _sized(structure: Structure, trace: Trace, probe: _Probe) -> Iterator[Structure]:
+    """The structure with the numbers that modules keep, likely readings first.
+
+    A number means the same in all modules of a class.
+    """
+    alike: dict[tuple[type, str, int | None], list[list[Size | None]]] = {}
+    owner = owner_of(trace, structure)
+
+    def cut_axes(seen: Sequence[Labels]) -> list[Axis]:
+        distinct = {id(labels): labels for labels in seen}.values()
+        axes = dict.fromkeys(axis_of(labels, trace, owner) for labels in distinct)
+        return [a for a in axes if a and any(follows(a, group) for group in structure.cut_groups())]
+
+    for name in trace.sizes:
+        module = probe.model.get_submodule(name)
+        for readings in _readings(name, trace, probe, cut_axes):
+            size = readings[0]
+            assert size is not None
+            alike.setdefault((type(module), size.attribute, size.item), []).append(readings)
+    for picks in _nearest_first([max(map(len, every)) for every in alike.values()]):
+        chosen = [
+            readings[min(pick, len(readings) - 1)]
+            for pick, every in zip(picks, alike.values(), strict=True)
+            for readings in every
+        ]
         yield replace(structure, sizes=tuple(s for s in chosen if s is not None))
 
 
+def _nearest_first(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All picks of one option each: first options everywhere, then all but one, and so on.
+
+    >>> list(_nearest_first([2, 3]))
+    [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)]
+    """
+    for changed in range(len(counts) + 1):
+        for which in itertools.combinations(range(len(counts)), changed):
+            yield from itertools.product(
+                *(range(1, n) if i in which else (0,) for i, n in enumerate(counts))
+            )
+
+
 def _readings(
-    model: nn.Module, name: str, structure: Structure, trace: Trace
+    name: str, trace: Trace, probe: _Probe, cut_axes: Callable[[Sequence[Labels]], list[Axis]]
 ) -> list[list[Size | None]]:
     """For each number of a module that matches an axis it met: what it may mean, or nothing."""
-    module = model.get_submodule(name)
-    if knows(module) and any(True for _ in module.parameters(recurse=False)):
+    module = probe.model.get_submodule(name)
+    numbers = list(_numbers(module)) if may_hold_sizes(module) else []
+    if not numbers:
         return []
-    axes: dict[Axis, int] = {}
-    for count, labels in trace.sizes[name]:
-        axis = axis_of(labels, trace, structure)
-        if axis is not None and any(
-            s.group is not None and structure.groups[s.group].is_cut for s in axis
-        ):
-            axes[axis] = count
+    met = cut_axes([labels for _, labels in trace.sizes[name]])
+    crossed = cut_axes(trace.across.get(name, []))
     found: list[list[Size | None]] = []
-    for attribute, item, value in _numbers(module):
+    for attribute, item, value in numbers:
         readings: list[Size | None] = [
             Size(name, attribute, item, axis, power)
-            for axis, count in axes.items()
-            for power in (1.0, -0.5, 0.5)
-            if _is_power(value, count, power)
+            for power, axes in ((1.0, met), (-0.5, crossed), (0.5, met))
+            for axis in axes
+            if _is_power(value, sum(len(span.channels) for span in axis), power)
         ]
-        if readings:
+        if readings and (isinstance(value, int) or _matters(name, attribute, probe)):
             found.append([*readings, None])
     return found
+
+
+def _matters(name: str, attribute: str, probe: _Probe) -> bool:
+    """Whether the output depends on a number: a rate of dropout is no scale."""
+    changed = copy.deepcopy(probe.model)
+    module = changed.get_submodule(name)
+    setattr(module, attribute, 2 * getattr(module, attribute))
+    return not _is_close(_outputs(changed, probe.inputs), probe.outputs)
 
 
 def _is_power(value: float, count: int, power: float) -> bool:
     if power == 1.0:
         return isinstance(value, int) and value == count
-    return isinstance(value, float) and abs(value - count**power) < 1e-9
+    return isinstance(value, float) and abs(value - float(count**power)) < 1e-9
 
 
 def _numbers(module: nn.Module) -> Iterator[tuple[str, int | None, float]]:
@@ -139,29 +196,77 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, int | None, float]]:
 
 def check(model: nn.Module, structure: Structure, example: Example) -> None:
     """Raises, naming the place, unless the structure is right for this model and example."""
-    rough = _roughened(model)
-    inputs = _random_like(example)
-    with torch.no_grad(), plain_kernels():
-        expected = _first(rough(*inputs))
-        _check_shuffles(rough, structure, inputs, expected)
-    for width in WIDTHS:
-        subnet = structure.subnet(width)
-        small = _running(rough, structure, subnet, inputs, expected)
+    _check_axes(structure)
+    probe = _probe(model, example)
+    _check_shuffles(structure, probe)
+    _check_subnets(structure, probe)
+    _check_training(model, structure, example)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A model whose channels all differ, inputs for it, and what it makes of them."""
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    outputs: list[Tensor]
+
+
+def _check_subnets(structure: Structure, probe: _Probe) -> None:
+    for subnet in (*_uneven(structure), *map(structure.subnet, WIDTHS)):
+        outputs = _running(structure, subnet, probe)
         if structure.is_exact:
-            with torch.no_grad(), plain_kernels():
-                _check_masked(rough, structure, subnet, inputs, _first(small(*inputs)))
-    _check_training(model, structure, inputs)
+            _check_masked(structure, subnet, probe, outputs)
 
 
-def _roughened(model: nn.Module) -> nn.Module:
-    """A copy in double precision in which no two channels are alike."""
-    rough = copy.deepcopy(model).double().eval()
+def _uneven(structure: Structure) -> list[Subnet]:
+    generator = torch.Generator().manual_seed(3)
+
+    def some(size: int) -> list[int]:
+        count = int(torch.randint(1, size + 1, (), generator=generator))
+        return torch.randperm(size, generator=generator)[:count].tolist()
+
+    sizes = {name: structure.groups[name].size for name in structure.cut_groups()}
+    return [Subnet.of({name: some(n) for name, n in sizes.items()}) for _ in range(UNEVEN)]
+
+
+def _probe(model: nn.Module, example: Example) -> _Probe:
+    """In double precision and on random inputs where the model runs so, else as it is."""
+    problem: Exception | None = None
+    for double, inputs in itertools.product((True, False), (_random_like, arguments)):
+        rough = _roughened(model, double=double)
+        given = tuple(
+            x.double() if double and isinstance(x, Tensor) and x.is_floating_point() else x
+            for x in inputs(example)
+        )
+        try:
+            expected = _outputs(rough, given)
+        except Exception as failure:
+            problem = failure
+            continue
+        if all(bool(out.isfinite().any()) for out in expected):
+            return _Probe(rough, given, expected)
+    raise StructureError(
+        "the model does not run on its example to a finite output of tensors, so that nothing can "
+        f"be checked; give an example on which it does ({problem or 'the output is not finite'})"
+    ) from problem
+
+
+def _roughened(model: nn.Module, *, double: bool) -> nn.Module:
+    """A copy in which no two channels are alike."""
+    rough = copy.deepcopy(model).eval()
+    if double:
+        rough = rough.double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in named_tensors(rough).values():
             if tensor.is_floating_point():
+                spread = tensor.abs().nan_to_num(0, 0, 0)  # -inf in a mask stays
+                least = 0.1 if _is_flat(tensor) else 0.1 * spread.mean()
+                if not isinstance(tensor, nn.Parameter) and not _is_flat(tensor):
+                    least = 0.0  # zeros in a buffer may be a mask
                 noise = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype)
-                tensor.add_((tensor.abs() + (0.1 if _is_flat(tensor) else 0)) * noise)
+                tensor.add_((spread + least) * noise)
     return rough
 
 
@@ -172,53 +277,106 @@ def _is_flat(tensor: Tensor) -> bool:
 def _random_like(example: Example) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(1)
     return tuple(
-        torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
         if isinstance(x, Tensor) and x.is_floating_point()
         else x
         for x in arguments(example)
     )
 
 
-def _first(output: Any) -> Tensor:
-    while not isinstance(output, Tensor):
-        output = next(iter(output.values())) if isinstance(output, dict) else output[0]
-    return output
+def _outputs(model: Callable[..., Any], inputs: tuple[Any, ...]) -> list[Tensor]:
+    """All tensors that a model gives, without the noise it may draw."""
+    with torch.no_grad(), plain_kernels(), _still(), torch.random.fork_rng(devices=[]):
+        found = tensors_in(model(*inputs))
+    if not found:
+        raise StructureError("its output holds no tensors; give them as a tuple, list or dict")
+    return found
 
 
-def _is_close(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and bool(
-        (left - right).abs().max() <= 1e-6 * right.abs().max() + 1e-12
-    )
+def _still() -> TorchDispatchMode:
+    return _Still()  # type: ignore[no-untyped-call]  # PyTorch leaves its __init__ untyped
 
 
-def _check_shuffles(
-    model: nn.Module, structure: Structure, inputs: tuple[Any, ...], expected: Tensor
-) -> None:
+class _Still(TorchDispatchMode):
+    """Noise is one constant, so that it is the same wherever channels lie."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if base_name(func) in NOISE and result.is_floating_point():
+            result.fill_(0.5)
+        return result
+
+
+def _is_close(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(_is_close_tensor, left, right))
+
+
+def _is_close_tensor(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or not torch.equal(left.isfinite(), right.isfinite()):
+        return False
+    left, right = left[right.isfinite()], right[right.isfinite()]
+    tolerance = 1e-5 if right.dtype in (torch.float64, torch.complex128) else 1e-3
+    distance = (left - right).abs() if right.is_floating_point() else (left != right).double()
+    return bool((distance <= tolerance * right.abs().amax() + 1e-12).all()) if len(right) else True
+
+
+def _check_axes(structure: Structure) -> None:
+    """Every axis that follows a group has all of its channels, each as often as the others."""
+    for name, axes in structure.axes.items():
+        for axis, size in zip(axes, structure.shapes[name], strict=True):
+            counts = Counter((s.group, c) for s in axis or () for c in s.channels)
+            for group in {s.group for s in axis or () if s.group is not None}:
+                often = {counts[group, c] for c in range(structure.groups[group].size)}
+                if len(often) > 1 or counts.total() != size:
+                    raise StructureError(
+                        f"an axis of '{name}' has {size} positions, which are not as many for each "
+                        f"of the {structure.groups[group].size} channels of group '{group}'; give "
+                        "every channel its positions"
+                    )
+
+
+Order = Callable[[int], list[int]]
+
+
+def _rotated(size: int) -> list[int]:
+    return [*range(1, size), 0]
+
+
+def _swapped(size: int) -> list[int]:
+    return [1, 0, *range(2, size)] if size > 1 else [0]
+
+
+def _check_shuffles(structure: Structure, probe: _Probe) -> None:
+    """Two shuffles of which all others are made."""
     groups = structure.cut_groups()
-    if not _is_close(_shuffled_output(model, structure, groups, inputs), expected):
+    for order in (_rotated, _swapped):
+        if _is_close(_shuffled_output(structure, groups, order, probe), probe.outputs):
+            continue
         wrong = next(
             (
-                g
-                for g in groups
-                if not _is_close(_shuffled_output(model, structure, [g], inputs), expected)
+                group
+                for group in groups
+                if not _is_close(_shuffled_output(structure, [group], order, probe), probe.outputs)
             ),
             groups[0],
         )
+        where = next(
+            n for n, axes in structure.axes.items() if any(follows(a, wrong) for a in axes)
+        )
         raise StructureError(
-            f"the channels of group '{wrong}' are not interchangeable: something the trace cannot see "
-            f"depends on their place; exclude the module (exclude=['{wrong}']) so that it is shared "
-            "whole, or give the axes with Structure.declare(...)"
+            f"the channels of group '{wrong}' are not interchangeable: something the trace cannot "
+            f"see depends on their place; {remedy(where.rpartition('.')[0])}, or give the axes "
+            "with Structure.declare(...)"
         )
 
 
 def _shuffled_output(
-    model: nn.Module, structure: Structure, groups: Sequence[str], inputs: tuple[Any, ...]
-) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    order = {
-        g: torch.randperm(structure.groups[g].size, generator=generator).tolist() for g in groups
-    }
-    tensors = named_tensors(model)
+    structure: Structure, groups: Sequence[str], shuffle: Order, probe: _Probe
+) -> list[Tensor]:
+    order = {group: shuffle(structure.groups[group].size) for group in groups}
+    tensors = named_tensors(probe.model)
     shuffled = {}
     for name, axes in structure.axes.items():
         value = tensors[name].detach()
@@ -226,7 +384,7 @@ def _shuffled_output(
             if axis is not None and any(s.group in order for s in axis):
                 value = value.index_select(dim, _shuffled_positions(axis, order))
         shuffled[name] = value
-    return _first(torch.func.functional_call(model, shuffled, inputs))
+    return _outputs(lambda *x: functional_call(probe.model, shuffled, x), probe.inputs)
 
 
 def _shuffled_positions(axis: Axis, order: dict[str, list[int]]) -> Tensor:
@@ -244,41 +402,41 @@ def _shuffled_positions(axis: Axis, order: dict[str, list[int]]) -> Tensor:
     return torch.tensor(source)
 
 
-def _running(
-    model: nn.Module,
-    structure: Structure,
-    subnet: Subnet,
-    inputs: tuple[Any, ...],
-    expected: Tensor,
-) -> nn.Module:
-    """The built subnet, once it has run on the example."""
-    where: list[str] = [""]
+def _running(structure: Structure, subnet: Subnet, probe: _Probe) -> list[Tensor]:
+    """What the built subnet gives for the inputs."""
+    running: list[str] = [""]
     try:
-        small = build(model, structure, subnet)
-        hooks = [m.register_forward_pre_hook(_remember(where, n)) for n, m in small.named_modules()]
-        with torch.no_grad(), plain_kernels():
-            shape = _first(small(*inputs)).shape
-        for hook in hooks:
-            hook.remove()
+        small = build(probe.model, structure, subnet)
+        _watch(small, running)
+        outputs = _outputs(small, probe.inputs)
     except Exception as problem:
+        where = running[-1]
         raise StructureError(
-            f"a subnet of this model does not run: module '{where[0]}' says: {problem}. It may hold a size "
-            f"in a number; exclude it (exclude=['{where[0]}']) so that it is shared whole, or name the "
-            "number with Structure.declare(..., sizes=...)"
+            f"a subnet of this model does not run: module '{where or type(probe.model).__name__}' "
+            f"says: {problem}. It may hold a size in a number; {remedy(where)}, or name the number "
+            "with Structure.declare(..., sizes=...)"
         ) from problem
-    if shape != expected.shape:
+    shapes = [[tuple(out.shape) for out in given] for given in (outputs, probe.outputs)]
+    if shapes[0] != shapes[1]:
         raise StructureError(
-            f"a subnet of this model gives an output of shape {tuple(shape)}, the model itself "
-            f"{tuple(expected.shape)}; give the axes with Structure.declare(...)"
+            f"a subnet of this model gives outputs of shape {shapes[0]}, the model itself "
+            f"{shapes[1]}; give the axes with Structure.declare(...)"
         )
-    return small
+    return outputs
 
 
-def _remember(where: list[str], name: str) -> Any:
-    def hook(module: nn.Module, inputs: Any) -> None:
-        where[0] = name
+def _watch(model: nn.Module, running: list[str]) -> None:
+    """Keeps the names of the modules that are running, innermost last."""
 
-    return hook
+    def entering(name: str) -> Callable[[nn.Module, Any], None]:
+        return lambda module, inputs: running.append(name)
+
+    def leaving(module: nn.Module, inputs: Any, output: Any) -> None:
+        running.pop()
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(entering(name))
+        module.register_forward_hook(leaving)
 
 
 def masked(model: nn.Module, structure: Structure, subnet: Subnet) -> nn.Module:
@@ -289,40 +447,49 @@ def masked(model: nn.Module, structure: Structure, subnet: Subnet) -> nn.Module:
         for name, tensor in named_tensors(full).items():
             if tensor.ndim and any(axis is not None for axis in structure.axes[name]):
                 keep = torch.zeros(tensor.shape, dtype=torch.bool)
-                keep[mesh(tensor, where[name])] = True
+                put(keep, where[name], True)
                 tensor.masked_fill_(~keep, 0)
     return full
 
 
 def _check_masked(
-    model: nn.Module,
-    structure: Structure,
-    subnet: Subnet,
-    inputs: tuple[Any, ...],
-    small_output: Tensor,
+    structure: Structure, subnet: Subnet, probe: _Probe, outputs: Sequence[Tensor]
 ) -> None:
-    expected = _first(masked(model, structure, subnet)(*inputs))
-    if not _is_close(small_output, expected):
+    whole = masked(probe.model, structure, subnet)
+    if not _is_close(outputs, _outputs(whole, probe.inputs)):
         raise StructureError(
-            "a subnet of this model does not compute what the model computes with the other channels "
-            "masked out; exclude the modules that mix channels in an unusual way, or give the axes "
-            "with Structure.declare(...)"
+            "a subnet of this model does not compute what the model computes with the other "
+            "channels masked out; exclude the modules that mix channels in an unusual way, or give "
+            "the axes with Structure.declare(...)"
         )
 
 
-def _check_trace_of_subnet(model: nn.Module, structure: Structure, again: Retrace) -> None:
-    few = {
-        g: min(1.0, max(WIDTHS[0], 2 / structure.groups[g].size)) for g in structure.cut_groups()
-    }
-    subnet = structure.subnet(few)
-    found = again(build(model, structure, subnet))
-    for name, axes in structure.axes.items():
-        for axis, seen in zip(axes, found.axes[name], strict=True):
-            if _places(axis, structure, subnet) != _places(seen, found, Subnet()):
-                raise StructureError(
-                    f"a subnet of this model reads '{name}' differently from the model itself; exclude "
-                    f"the module around it, or give the axes with Structure.declare(...)"
-                )
+def _check_trace_of_subnet(
+    model: nn.Module,
+    structure: Structure,
+    example: Example,
+    exclude: tuple[str, ...],
+    choices: Choices,
+) -> None:
+    differ: list[str] = []
+    for width in (0.5, 0.75):  # at either: sizes that happen to be equal at one look like one size
+        few = {
+            g: min(1.0, max(width, 2 / structure.groups[g].size)) for g in structure.cut_groups()
+        }
+        subnet = structure.subnet(few)
+        found, _ = traced(build(model, structure, subnet), example, exclude, choices)
+        differ = [
+            name
+            for name, axes in structure.axes.items()
+            for axis, seen in zip(axes, found.axes[name], strict=True)
+            if _places(axis, structure, subnet) != _places(seen, found, Subnet())
+        ]
+        if not differ:
+            return
+    raise StructureError(
+        f"a subnet of this model reads '{differ[0]}' differently from the model itself; exclude "
+        "the module around it, or give the axes with Structure.declare(...)"
+    )
 
 
 def _places(axis: Axis | None, structure: Structure, subnet: Subnet) -> list[int] | None:
@@ -342,22 +509,25 @@ def _places(axis: Axis | None, structure: Structure, subnet: Subnet) -> list[int
     return [-1 if place is None else order.setdefault(place, len(order)) for place in kept]
 
 
-def _check_training(model: nn.Module, structure: Structure, inputs: tuple[Any, ...]) -> None:
+def _check_training(model: nn.Module, structure: Structure, example: Example) -> None:
     """A step of training must be possible for the subnet where it is for the whole model."""
-    pair = tuple(torch.cat([x, x]) if isinstance(x, Tensor) and x.ndim else x for x in inputs)
-    try:
-        _backward(copy.deepcopy(model).double(), pair)
-    except Exception:
-        return  # this model cannot be trained on such a batch at any width
-    try:
-        _backward(build(model, structure, structure.subnet(WIDTHS[-1])).double(), pair)
-    except Exception as problem:
-        raise StructureError(
-            f"a subnet of this model runs but cannot be trained: {problem}; exclude the modules that "
-            "behave differently in training, or give the axes with Structure.declare(...)"
-        ) from problem
+    for inputs in training_inputs(arguments(example)):
+        try:
+            _backward(copy.deepcopy(model), inputs)
+        except Exception:
+            continue  # this model cannot be trained on such a batch at any width
+        try:
+            _backward(build(model, structure, structure.subnet(WIDTHS[-1])), inputs)
+        except Exception as problem:
+            raise StructureError(
+                f"a subnet of this model runs but cannot be trained: {problem}; exclude the "
+                "modules that behave differently in training, or give the axes with "
+                "Structure.declare(...)"
+            ) from problem
+        return
 
 
 def _backward(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    with torch.random.fork_rng(devices=[]):
-        _first(model.train()(*inputs)).sum().backward()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        outputs = tensors_in(model.train()(*inputs))
+        torch.stack([out.real.sum() for out in outputs if out.requires_grad]).sum().backward()

@@ -1,4 +1,4 @@
-"""What a subnet costs: parameters, bytes to send, multiply-accumulates, peak memory of a training step.
+"""What a subnet costs: parameters, bytes to send, multiply-accumulates, peak training memory.
 
 Nothing is trained and nothing large is allocated: the subnet is built without storage (PyTorch's
 ``meta`` device) and a forward, or a whole training step, is run on shapes alone.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -43,7 +43,8 @@ def positions(axis: Axis | None, subnet: Subnet) -> Index:
 
 @lru_cache(maxsize=16384)
 def _positions(axis: Axis, kept: tuple[tuple[str, int], ...]) -> Index:
-    masks, found, offset = dict(kept), [], 0
+    masks, offset = dict(kept), 0
+    found: list[int] = []
     for span in axis:
         mask = masks.get(span.group) if span.group is not None else None
         found.extend(
@@ -76,15 +77,17 @@ def view(tensor: Tensor, index: tuple[Index, ...]) -> Tensor:
     return part
 
 
-def mesh(tensor: Tensor, index: tuple[Index, ...]) -> tuple[Tensor, ...]:
-    """The same cells as index tensors that broadcast against each other, for writing."""
-    rank = tensor.ndim
+def mesh(shape: Sequence[int], index: tuple[Index, ...]) -> tuple[Tensor, ...]:
+    """The same cells as index tensors that broadcast against each other."""
+    kept = (torch.arange(n)[i] for n, i in zip(shape, index, strict=True))
     return tuple(
-        (torch.arange(n)[i] if isinstance(i, slice) else i).view(
-            [-1 if k == a else 1 for k in range(rank)]
-        )
-        for a, (n, i) in enumerate(zip(tensor.shape, index, strict=True))
+        k.view([-1 if a == axis else 1 for a in range(len(shape))]) for axis, k in enumerate(kept)
     )
+
+
+def put(tensor: Tensor, index: tuple[Index, ...], values: Tensor | bool) -> None:
+    """Writes values to the indexed cells, in place."""
+    tensor[mesh(tensor.shape, index)] = values
 
 
 def source_name(name: str, structure: Structure, subnet: Subnet) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from fedquilt.errors import StructureError
 from fedquilt.structure.channels import FROZEN, Labels
 from fedquilt.structure.subnet import Subnet, prefix
-from fedquilt.structure.trace import Example, Trace, follow, named_tensors
+from fedquilt.structure.trace import Choices, Example, Trace, follow, named_tensors
 
 STATISTICS = ":statistics"  # running statistics of batch normalisation
 
@@ -84,8 +84,8 @@ class Structure:
     ) -> Structure:
         """The structure as you state it, for a model that cannot be followed.
 
-        ``axes`` names the width group (or None) of every dimension of the tensors that are cut; tensors
-        it leaves out are shared whole. ``sizes`` maps plain numbers of modules to the
+        ``axes`` names the width group (or None) of every dimension of the tensors that are cut;
+        tensors it leaves out are shared whole. ``sizes`` maps plain numbers of modules to the
         group whose size they are: ``{"attention.head_dim": "head"}``. With an ``example`` the
         declaration is checked as a trace would be.
 
@@ -108,8 +108,8 @@ class Structure:
     ) -> Subnet:
         """The first ⌈width · size⌉ channels of each group, or the listed channels.
 
-        ``width`` is one fraction in (0, 1] for all groups or one per group (others whole); groups in
-        ``channels`` keep just those.
+        ``width`` is one fraction in (0, 1] for all groups, or one per group (others whole); groups
+        in ``channels`` keep just those.
         """
         chosen: dict[str, int] = {}
         widths = width if isinstance(width, Mapping) else dict.fromkeys(self.cut_groups(), width)
@@ -167,7 +167,7 @@ class Structure:
         lines = []
         for group in self.groups.values():
             where = [
-                n for n, axes in self.axes.items() if any(_follows(a, group.name) for a in axes)
+                n for n, axes in self.axes.items() if any(follows(a, group.name) for a in axes)
             ]
             kind = "" if group.is_cut else " (never cut)"
             lines.append(f"{group.name}: {group.size}{kind}: {', '.join(where)}")
@@ -191,7 +191,7 @@ class Structure:
 
 
 def leading(size: int, width: float) -> int:
-    """How many channels a width keeps: ⌈width · size⌉.
+    """How many channels a width keeps: ⌈width · size⌉, at least one.
 
     >>> leading(64, 0.0625), leading(10, 0.3), leading(7, 1.0)
     (4, 3, 7)
@@ -200,10 +200,11 @@ def leading(size: int, width: float) -> int:
         raise StructureError(
             f"widths are fractions in (0, 1], got {width}; write 1/8 as 0.125, and 1 for the whole"
         )
-    return math.ceil(round(width * size, 9))
+    return max(1, math.ceil(round(width * size, 9)))  # 0.3 · 10 is a little more than 3
 
 
-def _follows(axis: Axis | None, group: str) -> bool:
+def follows(axis: Axis | None, group: str) -> bool:
+    """Whether any position of an axis is a channel of the group."""
     return axis is not None and any(span.group == group for span in axis)
 
 
@@ -234,7 +235,7 @@ def structure_of(model: nn.Module, trace: Trace, sizes: tuple[Size, ...] = ()) -
         trace.statistics,
         classes,
         sizes,
-        not trace.across,
+        not any(trace.across.values()),
     )
 
 
@@ -253,17 +254,17 @@ def _grouped(
             if channel != FROZEN:
                 seen.setdefault(channel, []).append((number, count))
     members: dict[tuple[bool, tuple[tuple[int, int], ...]], list[int]] = {}
-    for channel, places in seen.items():
-        members.setdefault((channel in pinned, tuple(places)), []).append(channel)
+    for channel, listed in seen.items():
+        members.setdefault((channel in pinned, tuple(listed)), []).append(channel)
     names = list(roots)
     owner: Owner = {}
     groups: dict[str, Group] = {}
-    for (is_pinned, places), channels in members.items():
-        if len(channels) == 1 and not is_pinned:
+    for (is_pinned, places), alike in members.items():
+        if len(alike) == 1 and not is_pinned:
             continue  # a single channel is never cut
         name = _fresh_name(names[places[0][0]][0], groups)
-        groups[name] = Group(name, len(channels), not is_pinned)
-        owner.update({channel: (name, i) for i, channel in enumerate(channels)})
+        groups[name] = Group(name, len(alike), not is_pinned)
+        owner.update({channel: (name, i) for i, channel in enumerate(alike)})
     return owner, groups
 
 
@@ -296,8 +297,13 @@ def _spans(places: tuple[tuple[str | None, int], ...]) -> Axis:
     return tuple(spans)
 
 
-def axis_of(labels: Labels, trace: Trace, structure: Structure) -> Axis | None:
-    """The axis that labels seen in a trace mean in its structure."""
+def axis_of(labels: Labels, trace: Trace, owner: Owner) -> Axis | None:
+    """The axis that labels seen in a trace mean, given who owns the channels of its tensors."""
+    return _axis(trace.channels.roots(labels), owner)
+
+
+def owner_of(trace: Trace, structure: Structure) -> Owner:
+    """The group and place there of every channel that a trace has found on a tensor."""
     owner: Owner = {}
     for name, dims in trace.tensors.items():
         for given, axis in zip(dims, structure.axes[name], strict=True):
@@ -308,7 +314,7 @@ def axis_of(labels: Labels, trace: Trace, structure: Structure) -> Axis | None:
                 ):
                     if group is not None:
                         owner[root] = (group, channel)
-    return _axis(trace.channels.roots(labels), owner)
+    return owner
 
 
 def _declared(
@@ -325,8 +331,8 @@ def _declared(
         shape = tuple(tensors[name].shape)
         if len(given) != len(shape):
             raise StructureError(
-                f"the axes {tuple(given)} of '{name}' name {len(given)} dimensions but the tensor has "
-                f"shape {shape}; give one width group (or None) per dimension"
+                f"the axes {tuple(given)} of '{name}' name {len(given)} dimensions but the tensor "
+                f"has shape {shape}; give one width group (or None) per dimension"
             )
         found[name] = tuple(_whole(g, n, name, groups) for g, n in zip(given, shape, strict=True))
     numbers = []
@@ -357,12 +363,11 @@ def traced(
     model: nn.Module,
     example: Example,
     exclude: tuple[str, ...],
-    split_first: frozenset[str] = frozenset(),
-    tied: frozenset[str] = frozenset(),
+    choices: Choices | None = None,
 ) -> tuple[Structure, Trace]:
     """The structure that one trace gives, not yet checked."""
     for name in exclude:
         if name not in dict(model.named_modules()):
             raise StructureError(f"exclude names module '{name}', which the model does not have")
-    trace = follow(model, example, exclude, split_first, tied)
+    trace = follow(model, example, exclude, choices)
     return structure_of(model, trace), trace

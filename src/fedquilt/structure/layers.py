@@ -1,4 +1,4 @@
-"""Numbers that PyTorch's own layers keep beside their tensors, set to what their tensors are now."""
+"""Numbers that PyTorch's own layers keep beside their tensors, set to what those are now."""
 
 from __future__ import annotations
 
@@ -20,9 +20,29 @@ def _sizes(layer: nn.Module) -> None:
     """A layer of an unknown kind: its numbers, if any, are found by the trace."""
 
 
-def knows(layer: nn.Module) -> bool:
-    """Whether this layer's numbers are set from its tensors."""
-    return _sizes.dispatch(type(layer)) is not _sizes.dispatch(nn.Module)
+def may_hold_sizes(layer: nn.Module) -> bool:
+    """Whether numbers of this layer may be channel counts that are not set from its tensors."""
+    if type(layer).__module__ in _WITHOUT_CHANNELS:
+        return False
+    is_known = _sizes.dispatch(type(layer)) is not _sizes.dispatch(nn.Module)
+    return not is_known or not any(True for _ in layer.parameters(recurse=False))
+
+
+_WITHOUT_CHANNELS = frozenset(
+    f"torch.nn.modules.{kind}"
+    for kind in (
+        "activation",
+        "channelshuffle",
+        "container",
+        "distance",
+        "dropout",
+        "fold",
+        "padding",
+        "pixelshuffle",
+        "pooling",
+        "upsampling",
+    )
+)
 
 
 @_sizes.register(nn.Linear)
@@ -36,7 +56,8 @@ def _bilinear(layer: nn.Bilinear) -> None:
 
 
 @_sizes.register(nn.Embedding)
-def _embedding(layer: nn.Embedding) -> None:
+@_sizes.register(nn.EmbeddingBag)
+def _embedding(layer: nn.Embedding | nn.EmbeddingBag) -> None:
     layer.num_embeddings, layer.embedding_dim = layer.weight.shape
 
 
@@ -44,6 +65,8 @@ def _embedding(layer: nn.Embedding) -> None:
 def _conv(layer: _ConvNd) -> None:
     rows, columns = layer.weight.shape[:2]
     if isinstance(layer, _ConvTransposeNd):
+        if layer.groups > 1 and layer.groups == layer.in_channels:  # depthwise: a group a channel
+            layer.groups = rows
         layer.in_channels, layer.out_channels = rows, columns * layer.groups
         return
     if layer.groups > 1 and layer.groups == layer.in_channels:  # depthwise: a group a channel
@@ -90,6 +113,15 @@ def _attention(layer: nn.MultiheadAttention) -> None:
 
 @_sizes.register(nn.RNNBase)
 def _recurrent(layer: nn.RNNBase) -> None:
-    layer.hidden_size = layer.weight_hh_l0.shape[1]
-    layer.input_size = layer.weight_ih_l0.shape[1]
+    shapes = {name: weight.shape for name, weight in layer.named_parameters(recurse=False)}
+    layer.input_size = shapes["weight_ih_l0"][1]
+    if layer.proj_size > 0:
+        layer.proj_size, layer.hidden_size = shapes["weight_hr_l0"]
+    else:
+        layer.hidden_size = shapes["weight_hh_l0"][1]
     layer._init_flat_weights()
+
+
+@_sizes.register(nn.RNNCellBase)
+def _cell(layer: nn.RNNCellBase) -> None:
+    layer.hidden_size, layer.input_size = layer.weight_hh.shape[1], layer.weight_ih.shape[1]

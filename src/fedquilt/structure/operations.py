@@ -1,8 +1,8 @@
 """How each tensor operation carries channels from its inputs to its outputs.
 
-One small rule per ATen operation, by name; everything PyTorch computes is made of these. A rule gets
-the tracer and the call, ties what the operation makes inseparable, and returns the labels of
-its outputs. An operation without a rule is refused, never guessed.
+One small rule per ATen operation, by name; everything PyTorch computes is made of these. A rule
+gets the call, ties what the operation makes inseparable, and returns the labels of its outputs. An
+operation without a rule is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Call:
     equal_parts: bool = False  # parts that are listed by size, and equal, stay equal
     statistics: list[Tensor] = field(default_factory=list)  # running statistics it meets
     across: list[Labels] = field(default_factory=list)  # channels it computes across
-    splits: list[tuple[int, ...]] = field(default_factory=list)  # sizes between which it had to choose
+    splits: list[tuple[int, ...]] = field(default_factory=list)  # sizes it had to choose between
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -61,6 +61,9 @@ class Call:
             self.across.append(labels)
 
 
+NOISE = frozenset(
+    ("rand", "randn", "rand_like", "randn_like", "uniform", "normal", "exponential", "bernoulli")
+)
 Rule = Callable[[Call], Sequence[Dims]]
 RULES: dict[str, Rule] = {}
 
@@ -73,6 +76,10 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+def _unlabelled(tensors: Sequence[Tensor]) -> list[Dims]:
+    return [[None] * tensor.ndim for tensor in tensors]
 
 
 def _axis(dim: int, rank: int) -> int:
@@ -124,13 +131,13 @@ def _uniform(call: Call) -> Sequence[Dims]:
     return [[call.channels.fresh(size) for size in out.shape] for out in call.outputs]
 
 
-@rule("arange", "tril", "triu", "eye", "linspace", "tril_indices", "randperm")
-@rule("triu_indices", "affine_grid_generator", "bucketize", "searchsorted", "randint", "multinomial")
+@rule("arange", "tril", "triu", "eye", "linspace", "tril_indices", "triu_indices")
+@rule("affine_grid_generator", "bucketize", "searchsorted", "randperm", "randint", "multinomial")
 @rule("size", "sym_size", "equal", "_local_scalar_dense", "is_same_size", "item", "any", "all")
 def _constant(call: Call) -> Sequence[Dims]:
     for tensor in call.tensors():
         _freeze_all(call, tensor)
-    return [[None] * out.ndim for out in call.outputs]
+    return _unlabelled(call.outputs)
 
 
 def _freeze_all(call: Call, tensor: Tensor) -> None:
@@ -153,9 +160,7 @@ def _product(call: Call, left: Tensor, right: Tensor) -> Dims:
     return [*batch, a[-2], b[-1]]
 
 
-def _contract(
-    call: Call, left: Tensor, right: Tensor, a: Labels | None, b: Labels | None
-) -> None:
+def _contract(call: Call, left: Tensor, right: Tensor, a: Labels | None, b: Labels | None) -> None:
     """The channels that a sum of products runs over are the same on both sides."""
     call.channels.tie(a, b)
     if not (call.is_weight(left) or call.is_weight(right)):
@@ -263,7 +268,7 @@ def _batch_norm(call: Call) -> Sequence[Dims]:
             x[1] = call.channels.tie(x[1], call.dims(name)[0])
             if name.startswith("running"):
                 call.statistics.append(call[name])
-    return [x, *[[None] * out.ndim for out in call.outputs[1:]]]
+    return [x, *_unlabelled(call.outputs[1:])]
 
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm", "layer_norm")
@@ -275,7 +280,7 @@ def _layer_norm(call: Call) -> Sequence[Dims]:
                 x[-back] = call.channels.tie(x[-back], labels)
     for labels in x[-tail:]:
         call.cross(labels)
-    return [x, *[[None] * out.ndim for out in call.outputs[1:]]]
+    return [x, *_unlabelled(call.outputs[1:])]
 
 
 @rule("native_group_norm", "group_norm")
@@ -287,7 +292,7 @@ def _group_norm(call: Call) -> Sequence[Dims]:
     if groups < call["input"].shape[1]:  # one group a channel is per channel, and stays so
         call.channels.fold(x[1], groups)
         call.cross(x[1])
-    return [x, *[[None] * out.ndim for out in call.outputs[1:]]]
+    return [x, *_unlabelled(call.outputs[1:])]
 
 
 @rule("embedding", "_embedding_bag")
@@ -304,17 +309,16 @@ def _attention(call: Call) -> Sequence[Dims]:
     q, k, v = (call.dims(name) for name in ("query", "key", "value"))
     call.channels.tie(q[-1], k[-1])
     call.cross(q[-1])
-    for labels in (*q[:-1], *k[:-1], *v[:-1]):
+    mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
+    for labels in (*q[:-1], *k[:-1], *v[:-1], *([] if mask is None else call.labels(mask))):
         call.channels.freeze(labels)
     out: Dims = [*([None] * (len(q) - 1)), v[-1]]
-    return [out, *[[None] * other.ndim for other in call.outputs[1:]]]
+    return [out, *_unlabelled(call.outputs[1:])]
 
 
-@rule(
-    "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "avg_pool1d"
-)
+@rule("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d")
 @rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d")
-@rule("max_pool2d", "max_pool1d", "mkldnn_max_pool2d", "adaptive_avg_pool1d")
+@rule("max_pool2d", "max_pool1d", "mkldnn_max_pool2d", "avg_pool1d", "adaptive_avg_pool1d")
 @rule("upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_linear1d")
 @rule("upsample_bicubic2d", "reflection_pad1d", "reflection_pad2d", "replication_pad2d")
 @rule("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "replication_pad1d", "replication_pad3d")
@@ -489,9 +493,7 @@ def _stack(call: Call) -> Sequence[Dims]:
     return [first]
 
 
-@rule(
-    "split", "unsafe_split", "chunk", "unsafe_chunk", "split_with_sizes", "unsafe_split_with_sizes"
-)
+@rule("split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes")
 def _split(call: Call) -> Sequence[Dims]:
     source: Tensor = call.tensors()[0]
     x = call.labels(source)
@@ -570,7 +572,10 @@ def _rows(call: Call) -> Sequence[Dims]:
     index = listed[used[0]]
     dims = call.labels(source)
     _freeze_all(call, index)
-    call.channels.freeze(dims[axis])
+    labels, repeats = dims[axis], _repeats(index, source.shape[axis])
+    if labels is not None and repeats and call.name == "index_select":
+        return [[*dims[:axis], np.repeat(labels, repeats), *dims[axis + 1 :]]]
+    call.channels.freeze(labels)
     picked: Dims = [None] * (index.ndim if "indices" in given else 1)
     rows = [*dims[:axis], *picked, *dims[axis + 1 :]]
     written = given.get("values", given.get("source"))
@@ -580,6 +585,13 @@ def _rows(call: Call) -> Sequence[Dims]:
         call.channels.tie(rows[-back], labels)
     dims[axis] = None
     return [dims]
+
+
+def _repeats(index: Tensor, size: int) -> int:
+    """How often an index takes every position, one after the other; 0 if it does not."""
+    repeats = index.numel() // max(size, 1)
+    every = torch.arange(size, device=index.device).repeat_interleave(repeats)
+    return repeats if torch.equal(every, index.flatten().long()) else 0
 
 
 @rule("gather")
@@ -604,7 +616,7 @@ def _gather(call: Call) -> Sequence[Dims]:
 def _freezing(call: Call) -> Sequence[Dims]:
     for tensor in call.tensors():
         _freeze_all(call, tensor)
-    return [[None] * o.ndim for o in call.outputs]
+    return _unlabelled(call.outputs)
 
 
 @rule("pixel_shuffle")
@@ -664,7 +676,10 @@ for _name in ("polar", "complex", "floor_divide", "normal"):
     RULES[_name] = pointwise
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten", "flatten", "view_as")
+RESHAPES = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten", "flatten", "view_as")
+
+
+@rule(*RESHAPES)
 def _view(call: Call) -> Sequence[Dims]:
     source, out = call.tensors()[0], call.outputs[0]
     given = call.labels(source)
@@ -719,7 +734,7 @@ def _flatten(call: Call, axes: list[tuple[Labels | None, int]]) -> Labels | None
 
 
 def _unflatten(call: Call, flat: Labels | None, sizes: list[int]) -> Dims:
-    """Labels of one axis that is split; the part that carries the channels is tied over the rest."""
+    """Labels of one axis that is split; the part that carries channels is tied over the rest."""
     if flat is None:
         return [None] * len(sizes)
     if len(sizes) == 1:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -13,9 +16,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.errors import StructureError
 from fedquilt.structure.channels import Channels, Labels
-from fedquilt.structure.operations import Call, Dims, base_name, rule_for
+from fedquilt.structure.operations import RESHAPES, Call, Dims, base_name, rule_for
 
 Example = Tensor | tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What one forward pass leaves open, settled in one way."""
+
+    split_first: frozenset[tuple[str, int]] = frozenset()
+    """Reshapes (module, how many it made before) that split an axis with the channels first; the
+    others have them last, as attention heads do."""
+    one_number: bool = False
+    """Axes of one size that a module reshapes have their size from one number: they are one."""
+    from_input: bool = False
+    """That number is the size of what the module was given."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A reshape that had to choose which part of an axis carries its channels."""
+
+    module: str
+    number: int  # how many reshapes the module made before
+    sizes: tuple[int, ...]  # of the parts
+    labels: Labels  # of the axis
 
 
 @dataclass
@@ -27,8 +53,8 @@ class Trace:
     statistics: frozenset[str]  # running statistics of batch normalisation
     outputs: Labels | None  # labels of the last axis of the first output
     sizes: dict[str, list[tuple[int, Labels]]]  # labelled axes that each module met
-    across: bool  # something is computed across channels
-    splits: list[tuple[str, Labels]] = field(default_factory=list)
+    across: dict[str, list[Labels]]  # channels that each module computes across
+    splits: list[Split] = field(default_factory=list)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -42,28 +68,29 @@ def arguments(example: Example) -> tuple[Any, ...]:
 
 
 def follow(
-    model: nn.Module,
-    example: Example,
-    exclude: Sequence[str] = (),
-    split_first: frozenset[str] = frozenset(),
-    tied: frozenset[str] = frozenset(),
+    model: nn.Module, example: Example, exclude: Sequence[str] = (), choices: Choices | None = None
 ) -> Trace:
-    """Runs the model once on the example and ties what its operations make inseparable.
+    """Runs the model on the example and ties what its operations make inseparable.
 
-    ``exclude`` names modules that are never cut. ``split_first`` names modules whose reshapes put
-    channels first (the default is last, as attention heads do). ``tied`` names modules that
-    recompute the size of a split axis from their input's: both are then one axis.
+    It runs as in use and, where it can, as in training: a model may do more there. ``exclude``
+    names modules that are never cut.
     """
-    was_training = model.training
-    model.eval()
-    tracer = _Tracer(model, exclude, split_first, tied)
-    try:
-        tracer.data.update(id(x) for x in arguments(example) if isinstance(x, Tensor))
-        with torch.no_grad(), plain_kernels(), tracer.watching(model), tracer:
-            output = model(*arguments(example))
-        return tracer.result(output)
-    finally:
-        model.train(was_training)
+    model = copy.deepcopy(model).eval()
+    tracer = _Tracer(model, exclude, choices or Choices())
+    watched = tracer.watching(model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), plain_kernels(), watched:
+        outputs = [tracer.run(arguments(example))]
+        for inputs in training_inputs(arguments(example)):
+            with suppress(Exception):  # not every model can be trained on such a batch
+                outputs.append(tracer.run(inputs, training=True))
+                break
+    return tracer.result(outputs)
+
+
+def training_inputs(inputs: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The inputs, and then twice as many: batch normalisation needs several to be trained."""
+    yield inputs
+    yield tuple(torch.cat([x, x]) if isinstance(x, Tensor) and x.ndim else x for x in inputs)
 
 
 @contextmanager
@@ -85,54 +112,56 @@ class _Tracer(TorchDispatchMode):
         self,
         model: nn.Module,
         exclude: Sequence[str],
-        split_first: frozenset[str],
-        tied: frozenset[str],
+        choices: Choices,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
         self.channels = Channels()
         self.names = named_tensors(model)
         self.parameters = {id(t): name for name, t in self.names.items()}
         self.labels: dict[int, Dims] = {
-            id(t): [self.channels.fresh(size) for size in t.shape] for t in self.names.values()
+            id(t): [self.channels.owned(size) for size in t.shape] for t in self.names.values()
         }
         self.alive: list[Tensor] = []  # ids stay unique while their tensors live
         self.data: set[int] = set()  # tensors that depend on the example
         self.touched: set[int] = set()
         self.statistics: set[int] = set()
         self.sizes: dict[str, list[tuple[int, Labels]]] = {}
-        self.inputs: dict[str, list[tuple[int, Labels]]] = {}
-        self.splits: list[tuple[str, Labels]] = []
+        self.given: dict[str, list[tuple[int, Labels]]] = {}
+        self.reshapes: Counter[str] = Counter()
+        self.reshaped: dict[tuple[str, int], Labels] = {}
+        self.splits: list[Split] = []
+        self.across: dict[str, list[Labels]] = {}
         self.stack: list[str] = [""]
-        self.model, self.exclude = model, exclude
-        self.split_first, self.tied = split_first, tied
-        self.across = False
+        self.model, self.exclude, self.choices = model, exclude, choices
+        self.refusal: StructureError | None = None
         for name, tensor in self.names.items():
             if any(name == e or name.startswith(f"{e}.") for e in exclude):
                 self._freeze(tensor)
+
+    def run(self, inputs: tuple[Any, ...], *, training: bool = False) -> Any:
+        """The model's output, followed."""
+        self.stack = [""]
+        self.data.update(id(x) for x in tensors_in(inputs))
+        self.alive.extend(tensors_in(inputs))
+        with self:
+            return self.model.train(training)(*inputs)
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Knows at every moment which module is running."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
-                before = module.register_forward_pre_hook(self._entering(name))
+                before = module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
                 after = module.register_forward_hook(self._leaving(name))
                 stack.callback(before.remove)
                 stack.callback(after.remove)
             yield
 
-    def _entering(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _entering(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             self.stack.append(name)
-            tensors = [t for t in inputs if isinstance(t, Tensor)]
-            if name in self.exclude:
-                for tensor in tensors:
-                    self._freeze(tensor)
-            self.inputs[name] = [
-                (t.shape[-1], labels)
-                for t in tensors
-                if t.ndim and (labels := self.of(t)[-1]) is not None
-            ]
+            self.given[name] = []
+            self._give(name, tensors_in((inputs, named)))
 
         return hook
 
@@ -140,10 +169,20 @@ class _Tracer(TorchDispatchMode):
         def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             self.stack.pop()
             if name in self.exclude:
-                for tensor in _tensors(output):
+                for tensor in tensors_in(output):
                     self._freeze(tensor)
+            self._give(self.stack[-1], tensors_in(output))
 
         return hook
+
+    def _give(self, module: str, tensors: Sequence[Tensor]) -> None:
+        """A module is given tensors by its caller or by the modules inside it."""
+        if module in self.exclude:
+            for tensor in tensors:
+                self._freeze(tensor)
+        sized = [pair for t in tensors for pair in _labelled(t, self.of(t))]
+        self.given.setdefault(module, []).extend(sized)
+        self.sizes.setdefault(module, []).extend(sized)
 
     def of(self, tensor: Tensor) -> Dims:
         """Labels of a tensor; one that nobody labelled is never cut."""
@@ -157,7 +196,7 @@ class _Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        call = self._call(func, args, kwargs or {}, tuple(_tensors(result)))
+        call = self._call(func, args, kwargs or {}, tuple(tensors_in(result)))
         for tensor in call.tensors():
             self.touched.add(id(tensor))
         if not call.outputs:
@@ -185,66 +224,68 @@ class _Tracer(TorchDispatchMode):
         bound = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
         bound.update(zip(names, args, strict=False))
         bound.update(kwargs)
-        ordered = {name: bound[name] for name in names if name in bound}
+        here = self.stack[-1]
         return Call(
             base_name(func),
-            ordered,
+            {name: bound[name] for name in names if name in bound},
             outputs,
             self.channels,
             self.of,
             lambda t: id(t) not in self.data,
-            self.stack[-1] in self.split_first,
-            set(),
+            split_first=(here, self.reshapes[here]) in self.choices.split_first,
+            equal_parts=self.choices.one_number,
         )
 
     def _note(self, call: Call, dims: Sequence[Dims]) -> None:
         here = self.stack[-1]
-        self.across |= "across" in call.notes
-        self.statistics |= {int(n.split(":")[1]) for n in call.notes if n.startswith("statistics:")}
+        self.statistics |= {id(t) for t in call.statistics}
+        self.across.setdefault(here, []).extend(call.across)
         seen = self.sizes.setdefault(here, [])
         for tensor, labels in [
             *((t, self.of(t)) for t in call.tensors()),
             *zip(call.outputs, dims, strict=False),
         ]:
-            seen.extend(
-                (n, axis) for n, axis in zip(tensor.shape, labels, strict=False) if axis is not None
-            )
-        if "split" in call.notes:
-            self._note_split(call, dims, here)
+            seen.extend(_labelled(tensor, labels))
+        if call.name in RESHAPES:
+            self._note_reshape(call, dims[0], here)
 
-    def _note_split(self, call: Call, dims: Sequence[Dims], here: str) -> None:
-        for axis in self.of(call.tensors()[0]):
-            if axis is None:
-                continue
-            self.splits.append((here, axis))
-            if here in self.tied:
-                for size, labels in self.inputs.get(here, []):
-                    if len(axis) % size == 0:
-                        self.channels.fold(axis, len(axis) // size)
-                        self.channels.tie(labels, axis[:size])
+    def _note_reshape(self, call: Call, dims: Dims, here: str) -> None:
+        labelled = [labels for labels in self.of(call.tensors()[0]) if labels is not None]
+        cut = [labels for labels in labelled if self.channels.is_cut(labels)]
+        for sizes in call.splits:
+            self.splits.extend(Split(here, self.reshapes[here], sizes, a) for a in cut)
+        self.reshapes[here] += 1
+        if type(self.model.get_submodule(here)).__module__.startswith("torch.nn.modules."):
+            return  # PyTorch's own layers: what they demand is in _tie_layers
+        if self.choices.one_number:
+            for size, labels in _labelled(call.outputs[0], dims):
+                if self.channels.is_cut(labels):
+                    self.channels.tie(labels, self.reshaped.setdefault((here, size), labels))
+        if self.choices.from_input:
+            for axis, (size, labels) in itertools.product(cut, self.given.get(here, [])):
+                if len(axis) % size == 0:
+                    self.channels.fold(axis, len(axis) // size)
+                    self.channels.tie(labels, axis[:size])
 
     def _refuse(self, func: Any, call: Call) -> None:
-        cut = any(self.channels.is_cut(labels) for t in call.tensors() for labels in self.of(t))
-        if cut:
+        if any(self.channels.is_cut(labels) for t in call.tensors() for labels in self.of(t)):
             where = self.stack[-1]
-            remedy = (
-                f"exclude the module so that it is shared whole (exclude=['{where}'])"
-                if where
-                else "move it into a module of its own and exclude that"
+            self.refusal = StructureError(
+                f"module '{where or type(self.model).__name__}' uses the operation {call.name}, "
+                f"through which channels cannot be followed; {remedy(where)}, or give the axes "
+                "with Structure.declare(...)"
             )
-            raise StructureError(
-                f"module '{where or type(self.model).__name__}' uses the operation {call.name}, through "
-                f"which channels cannot be followed; {remedy}, or give the axes with "
-                "Structure.declare(...)"
-            )
+            raise self.refusal
 
     def result(self, output: Any) -> Trace:
-        """The trace, once the forward pass is over."""
+        """The trace, once the forward passes are over."""
+        if self.refusal is not None:
+            raise self.refusal
         _tie_layers(self)
         for tensor in self.names.values():
             if id(tensor) not in self.touched:
                 self._freeze(tensor)  # not used in this pass: shared whole
-        outputs = list(_tensors(output))
+        outputs = list(tensors_in(output))
         last: Labels | None = None
         for i, tensor in enumerate(outputs):
             dims = self.of(tensor)
@@ -263,13 +304,27 @@ class _Tracer(TorchDispatchMode):
         )
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def remedy(module: str) -> str:
+    """What to do about a module through which channels cannot be followed."""
+    if not module:
+        return "move it into a module of its own and exclude that"
+    return f"exclude the module so that it is shared whole (exclude=['{module}'])"
+
+
+def _labelled(tensor: Tensor, dims: Dims) -> list[tuple[int, Labels]]:
+    return [(n, axis) for n, axis in zip(tensor.shape, dims, strict=False) if axis is not None]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in an input or output: itself, or those in its lists, dicts and fields."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [t for item in value for t in _tensors(item)]
+        return [t for item in value for t in tensors_in(item)]
     return []
 
 
@@ -278,16 +333,22 @@ def _tie_layers(tracer: _Tracer) -> None:
     of, channels = tracer.of, tracer.channels
     for module in tracer.model.modules():
         if isinstance(module, nn.MultiheadAttention):
-            packed = module.in_proj_weight
-            rows = of(packed if packed is not None else module.q_proj_weight)
-            width = (packed if packed is not None else module.q_proj_weight).shape[1]
-            if rows[0] is not None:
-                channels.tie(rows[1], rows[0][:width])
+            packed, width = module.in_proj_weight, module.embed_dim
+            if packed is None:
+                parts = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+                rows = [of(part)[0] for part in parts]
+                columns = of(module.q_proj_weight)[1]
+            else:
+                whole = of(packed)
+                rows = [None if whole[0] is None else whole[0][:width]]
+                columns = whole[1]
+            for row in rows:
+                channels.tie(columns, row)
         elif isinstance(module, nn.RNNBase):
-            hidden = [
-                of(getattr(module, n))[1]
-                for n in dict(module.named_parameters(recurse=False))
-                if "weight_hh" in n
-            ]
-            for other in hidden[1:]:
-                channels.tie(hidden[0], other)
+            weights = dict(module.named_parameters(recurse=False))
+            states = [of(w)[1] for name, w in weights.items() if name.startswith("weight_hh")]
+            for other in states[1:]:
+                channels.tie(states[0], other)
+            for name, weight in weights.items():
+                if name.startswith("weight_hr"):
+                    channels.freeze(of(weight)[1])  # PyTorch wants projections to be smaller

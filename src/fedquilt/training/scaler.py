@@ -20,25 +20,19 @@ def scaled(module: nn.Module, structure: Structure) -> Iterator[None]:
     HeteroFL, Sec. 3.3 and Eq. 4: y = φ(sBN(Scaler(x W + b))), Scaler(z) = z / r, in training only;
     r is kept / all channels of that layer. ``module`` is built; the hooks are gone afterwards.
     """
+    names = {id(tensor): name for name, tensor in named_tensors(module).items()}
     hooks = []
-    for name, layer in module.named_modules():
+    for layer in module.modules():
         axis = _output_axis(layer)
-        if axis is None:
-            continue
-        full = structure.shapes[_first_name(module, layer)][axis]
-        rate = layer.weight.shape[axis] / full  # type: ignore[operator,union-attr]
-        if rate < 1:
-            hooks.append(layer.register_forward_hook(_divide(rate)))
-        del name
+        if axis is not None and isinstance(layer.weight, Tensor):
+            rate = layer.weight.shape[axis] / structure.shapes[names[id(layer.weight)]][axis]
+            if rate < 1:
+                hooks.append(layer.register_forward_hook(_divide(rate)))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _first_name(module: nn.Module, layer: nn.Module) -> str:
-    return next(n for n, t in named_tensors(module).items() if t is layer.weight)
 
 
 def _output_axis(layer: nn.Module) -> int | None:

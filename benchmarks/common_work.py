@@ -1,0 +1,106 @@
+"""The common work against peers: FedAvg, 50 clients a round × 50 images, batch 10, a small CNN.
+
+    python benchmarks/common_work.py FOLDER [--rounds 5] [--pfl VENV] [--flower VENV]
+
+FOLDER holds ``work.py`` (the net, the data and which images each client has) and the peers' scripts.
+Each contestant runs in turn, in a process of its own, on the same machine in one sitting; printed
+are seconds a round (median) and ratios to pfl-research.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+import fedquilt as fq
+from fedquilt.runs.loop import Event, RoundDone
+
+WIDTHS = (1.0, 0.25)
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """FedAvg in which every round has its own clients, as the common work demands."""
+
+    inner: fq.FedAvg
+    cohort: int
+    home: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def plan(self, setup: fq.Setup, state: fq.State, client: fq.Client) -> list[fq.Task]:
+        if client.id // self.cohort != state.round:
+            return []
+        return self.inner.plan(setup, state, client)
+
+
+def ours(work: ModuleType, width: float, rounds: int, workers: int) -> float:
+    x, y = work.images()
+    count = (rounds + 1) * work.COHORT
+    rows = [work.client_rows(c, len(x)) for c in range(count)]
+    people = fq.clients([torch.utils.data.TensorDataset(x[r], y[r]) for r in rows])
+    torch.manual_seed(0)
+    settings = fq.Optimiser(
+        lr=work.LR, momentum=0, weight_decay=0, epochs=1, batch_size=work.BATCH, clip=None
+    )
+    times: list[float] = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, RoundDone):
+            times.append(event.seconds)
+
+    method = InTurn(fq.FedAvg(settings, fraction=1.0), work.COHORT)
+    fq.train(
+        work.Net(width), x[:1], method, people, rounds + 1, workers=workers, watch=watch
+    )
+    return statistics.median(times[1:])
+
+
+def peer(command: list[str], folder: Path) -> float:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    value = next(iter(found.values()))
+    return float(statistics.median(value[1:]) if isinstance(value, list) else value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--pfl", type=Path, help="a virtual environment with pfl")
+    parser.add_argument("--flower", type=Path, help="a virtual environment with flwr[simulation]")
+    parser.add_argument("--ours", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    if options.ours is not None:
+        sys.path.insert(0, str(folder))
+        import work
+
+        print(json.dumps({"ours": ours(work, options.ours, options.rounds, options.workers)}))
+        return
+    for width in WIDTHS:
+        rounds = str(options.rounds)
+        me = [sys.executable, str(Path(__file__).resolve()), str(folder), "--rounds", rounds]
+        row = {"width": width, "fedquilt": peer([*me, "--workers", str(options.workers), "--ours", str(width)], folder)}
+        if options.pfl:
+            python = str(options.pfl.resolve() / "bin" / "python")
+            row["pfl-research"] = peer([python, "pfl_peer.py", rounds, str(width)], folder)
+            row["fedquilt / pfl-research"] = round(row["fedquilt"] / row["pfl-research"], 3)
+        if options.flower:
+            script = ["bash", "flower_peer/run.sh", str(options.flower.resolve()), str(width)]
+            row["flower"] = peer(script, folder)
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Peak training memory: predicted without training, against what a training process really takes.
+
+    python benchmarks/memory.py
+
+For each model and width a fresh process loads PyTorch, makes the subnet and runs training steps; measured is the
+growth of its largest resident set over a process that did all but train. Printed: predicted,
+measured, and their ratio (within 25 % is wanted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import fedquilt as fq
+from fedquilt.models import make
+
+CASES = [
+    ("heterofl-cnn", (1, 28, 28), 1.0, 100),
+    ("heterofl-cnn", (1, 28, 28), 0.5, 200),
+    ("heterofl-resnet18", (3, 32, 32), 1.0, 50),
+    ("heterofl-resnet18", (3, 32, 32), 0.5, 100),
+    ("heterofl-resnet18", (3, 32, 32), 0.25, 200),
+    ("preresnet18", (3, 32, 32), 0.5, 100),
+    ("mlp", (1, 28, 28), 1.0, 1000),
+]
+
+
+def measured(name: str, shape: tuple[int, ...], width: float, batch: int) -> dict[str, float]:
+    torch.set_num_threads(1)
+    _give_back()
+    example = torch.zeros(1, *shape)
+    model = make(name, {})
+    structure = fq.Structure.trace(model, example)
+    subnet = structure.subnet(width)
+    predicted = fq.cost(model, structure, subnet, example, batch_size=batch).memory
+    small = fq.build(model, structure, subnet).train()
+    weights = sum(t.nbytes for t in small.state_dict().values())
+    _step(fq.build(model, structure, structure.subnet(0.05)).train(), shape, 4)  # kernels are loaded
+    before = _resident()
+    for _ in range(3):
+        _step(small, shape, batch)
+    peak = _memory("VmHWM")
+    return {"predicted": predicted, "measured": peak - before + weights}
+
+
+def _give_back() -> None:
+    """What is freed goes back to the system at once, so that only live memory is resident."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+
+
+def _step(model: torch.nn.Module, shape: tuple[int, ...], batch: int) -> None:
+    sgd = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    x, y = torch.randn(batch, *shape), torch.randint(10, (batch,))
+    for _ in range(2):
+        sgd.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        sgd.step()
+
+
+def _memory(field: str) -> int:
+    """Bytes of this process: VmRSS is now, VmHWM the largest since it was last reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"this system does not tell {field}")
+
+
+def _resident() -> int:
+    """Memory in use now; the largest is counted from here on."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case is not None:
+        print(json.dumps(measured(*CASES[options.case])))
+        return
+    for number, (name, _, width, batch) in enumerate(CASES):
+        command = [sys.executable, __file__, "--case", str(number)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout)
+        ratio = found["predicted"] / found["measured"]
+        print(
+            f"{name} width {width} batch {batch}: predicted {found['predicted'] / 1e6:.1f} MB, "
+            f"measured {found['measured'] / 1e6:.1f} MB, ratio {ratio:.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Merging: time against reading the same bytes once, and memory against the number of clients.
+
+    python benchmarks/merge.py [--json]
+
+Time: 100 updates of a 10 M-parameter net, against ``torch.clone`` of the same tensors (at most 3 ×
+is wanted). Memory: the largest resident set of a process that merges 10 or 1000 updates, each
+read from a file as the engine does, above what it held before, in models (less than 3 models and
+one update is wanted, however many clients).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import fedquilt as fq
+from fedquilt.models import make
+from fedquilt.structure.trace import named_tensors
+
+
+def net() -> tuple[fq.Structure, dict[str, torch.Tensor]]:
+    model = make("heterofl-resnet18", {})
+    structure = fq.Structure.trace(model, torch.zeros(1, 3, 32, 32))
+    return structure, {n: t.detach().clone() for n, t in named_tensors(model).items()}
+
+
+def time_ratio(width: float, updates: int = 100, repeats: int = 5) -> dict[str, float]:
+    structure, params = net()
+    subnet = structure.subnet(width)
+    # ten distinct updates, used ten times: together larger than any cache
+    some = [
+        fq.Update(0, (subnet,), (fq.take(params, structure, subnet),), 1.0, {}) for _ in range(10)
+    ]
+
+    def clone() -> None:
+        for number in range(updates):
+            for tensor in some[number % 10].params[0].values():
+                tensor.clone()
+
+    def merge() -> None:
+        fq.average(params, structure, (some[number % 10] for number in range(updates)))
+
+    found: dict[str, list[float]] = {"clone": [], "merge": []}
+    for _ in range(repeats + 1):
+        for name, function in (("clone", clone), ("merge", merge)):
+            started = time.perf_counter()
+            function()
+            found[name].append(time.perf_counter() - started)
+    clone_time, merge_time = (statistics.median(found[n][1:]) for n in ("clone", "merge"))
+    return {
+        "width": width,
+        "clone (s)": round(clone_time, 3),
+        "merge (s)": round(merge_time, 3),
+        "merge / clone": round(merge_time / clone_time, 2),
+    }
+
+
+def peak_models(updates: int) -> float:
+    """Run in a process of its own: growth of the resident set, in models."""
+    structure, params = net()
+    size = sum(t.nbytes for t in params.values())
+    subnet = structure.subnet(1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "update.safetensors"
+        save_file(params, path)
+
+        def arriving() -> Iterator[fq.Update]:
+            for client in range(updates):
+                yield fq.Update(client, (subnet,), (load_file(path),), 1.0, {})
+
+        before = _resident()
+        fq.average(params, structure, arriving())
+        peak = _memory("VmHWM")
+    return (peak - before + size) / size  # the model that was there before counts
+
+
+def _memory(field: str) -> int:
+    """Bytes of this process: VmRSS is now, VmHWM the largest since it was last reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"this system does not tell {field}")
+
+
+def _resident() -> int:
+    """Memory in use now; the largest is counted from here on."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak:
+        print(json.dumps(peak_models(options.peak)))
+        return
+    rows: list[dict[str, float]] = [time_ratio(width) for width in (1.0, 0.5)]
+    for updates in (10, 1000):
+        command = [sys.executable, __file__, "--peak", str(updates)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        rows.append({"updates": updates, "peak memory (models)": round(json.loads(done.stdout), 2)})
+    for row in rows:
+        print(json.dumps(row) if options.json else "  ".join(f"{k}: {v}" for k, v in row.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,598 @@
+"""The command line: parses, calls the library, prints."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from fedquilt import __version__
+from fedquilt.config import (
+    Config,
+    as_toml,
+    checked,
+    dotted,
+    example_of,
+    fitted,
+    method_of,
+    model_of,
+    override,
+    population_of,
+    read,
+    read_value,
+    resolved,
+    source_of,
+)
+from fedquilt.customize import bundle
+from fedquilt.customize.export import export
+from fedquilt.data.examples import Normalise
+from fedquilt.data.load import Source
+from fedquilt.errors import CheckpointError, ConfigError, DataError, FedquiltError
+from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.federation.state import Setup
+from fedquilt.report import tables
+from fedquilt.report.progress import Watch
+from fedquilt.report.records import final_scores
+from fedquilt.runs import checkpoint
+from fedquilt.runs import run as runs
+from fedquilt.runs.loop import Pace
+from fedquilt.runs.run import Run
+from fedquilt.structure.budget import Budget, fit
+from fedquilt.structure.cost import cost as cost_of
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.trace import Example, arguments
+
+IMAGES = {"heterofl-cnn": (1, 28, 28), "mlp": (1, 28, 28)}  # what the papers feed these nets
+COLOUR_IMAGES = (3, 32, 32)  # and all others
+
+UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy which typer has
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command and exits: 0, 2 on bad input, 130 when stopped."""
+    sys.exit(_status(arguments))
+
+
+def _status(arguments: Sequence[str] | None) -> int:
+    try:
+        result = app(args=arguments, prog_name="fedquilt", standalone_mode=False)
+    except FedquiltError as problem:
+        return _refused(str(problem))
+    except UsageError as problem:
+        context = getattr(problem, "ctx", None)
+        more = f" See '{context.command_path} --help'." if context else ""
+        return _refused(problem.format_message() + more)
+    return result if isinstance(result, int) else 0
+
+
+def _refused(sentence: str) -> int:
+    print("fedquilt:", " ".join(sentence.split()), file=sys.stderr)
+    return 2
+
+
+@app.callback(invoke_without_command=True, epilog="Start with: fedquilt train")
+def about(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """One federated model, cut to fit every device."""
+    if version:
+        print(f"fedquilt {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a finished run.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Workers = Annotated[
+    int | None, typer.Option(help="Worker processes; 0: this process; default one per core.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Any setting, such as optimiser.epochs=5. Repeatable."
+    ),
+]
+ParamsLimit = Annotated[int | None, typer.Option("--params", help="At most so many parameters.")]
+MacsLimit = Annotated[int | None, typer.Option("--macs", help="At most so many MACs an example.")]
+MemoryLimit = Annotated[
+    int | None, typer.Option("--memory", help="At most so many bytes while training.")
+]
+UploadLimit = Annotated[int | None, typer.Option("--upload", help="At most so many bytes to send.")]
+
+
+@app.command(
+    epilog="Example: fedquilt train --data mnist --clients 100 --fraction 0.1 --budgets a1-e9"
+)
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG.toml", help="Settings; options override them.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="A known set, an .npz file or a folder; default digits.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="The method; default heterofl.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A known model or file.py:function; default heterofl-cnn.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of training; default 20.")] = None,
+    clients: Annotated[int | None, typer.Option(help="How many clients; default 10.")] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(help="iid, classes:2, dirichlet:0.5, domain or natural; default iid."),
+    ] = None,
+    budgets: Annotated[
+        str | None, typer.Option(help="Widths 1,0.5,0.25 or levels a1-e9; default five sizes.")
+    ] = None,
+    fraction: Annotated[
+        float | None, typer.Option(help="The share of clients in a round; default 1.")
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="The learning rate; default the method's.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeats a run to the bit; default 0.")] = None,
+    workers: Workers = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to keep the run; default runs/DATA-METHOD-NUMBER.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Go on with the run in this directory.")
+    ] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option(help="Rounds between evaluations; 0: at the end; default 10.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Rounds between checkpoints; 0: at the end; default 10.")
+    ] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model over clients of many sizes.
+
+    Without arguments: HeteroFL on the digits of scikit-learn, over ten clients of five sizes.
+    """
+    options = {
+        "data.source": data,
+        "method.name": method,
+        "model.name": model,
+        "rounds": rounds,
+        "data.clients": clients,
+        "data.partition": partition,
+        "data.budgets": budgets,
+        "method.fraction": fraction,
+        "optimiser.lr": lr,
+        "seed": seed,
+        "run.workers": workers,
+        "run.evaluate_every": evaluate_every,
+        "run.checkpoint_every": checkpoint_every,
+    }
+    changes = {
+        **dotted({} if config is None else read(config)),
+        **_given(options),
+        **_assignments(settings),
+    }
+    console = _console(as_json=as_json)
+    if resume is not None and out is not None:
+        raise ConfigError(f"a resumed run stays in its directory; leave out --out {out}")
+    run = _resumed(changes, resume, console) if resume else _started(changes, out, console)
+    _finish(run, as_json=as_json)
+
+
+@app.command(epilog="Example: fedquilt evaluate runs/digits-heterofl-1 --widths 1,0.5")
+def evaluate(
+    folder: RunFolder,
+    widths: Annotated[
+        str | None, typer.Option(help="Sizes, such as 1,0.5; default those that were trained.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Other data than the run's: a set, .npz or folder.")
+    ] = None,
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the accuracy of a finished run at every size."""
+    sizes = None if widths is None else _widths([widths])
+    run = opened(folder)
+    config = _config_of(run)
+    source = source_of(checked(override(config.model_dump(), _given({"data.source": data}))))
+    population = population_of(config, _as_trained(run, source))
+    scores = run.evaluate(population, widths=sizes, workers=workers)
+    _show_scores(run, scores, as_json=as_json)
+
+
+@app.command(epilog="Example: fedquilt cost --model heterofl-cnn --width 1,0.5,0.25")
+def cost(
+    model: Annotated[str, typer.Option(help="A known model or file.py:function.")],
+    width: Annotated[
+        list[str] | None, typer.Option(help="Sizes, such as 0.5 or 1,0.5. Repeatable; default 1.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="The data that the model is for.")] = None,
+    shape: Annotated[
+        str | None, typer.Option("--input", help="Or the shape of one input: 1,28,28.")
+    ] = None,
+    classes: Annotated[int, typer.Option(min=1, help="And the number of classes.")] = 10,
+    settings: Settings = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples in a training step.")] = 10,
+    params: ParamsLimit = None,
+    macs: MacsLimit = None,
+    memory: MemoryLimit = None,
+    upload: UploadLimit = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a model costs at some sizes, or which size fits within limits."""
+    sizes = _widths(width or ["1"])
+    limits = _given({"params": params, "macs": macs, "memory": memory, "upload": upload})
+    if limits and len(sizes) > 1:
+        raise ConfigError("limits find the width, so give at most one --width with them")
+    config = checked(override({}, {"model.name": model, **_assignments(settings)}))
+    config, example = _inputs(config, data, shape, classes)
+    net = model_of(config)
+    structure = Structure.trace(net, example, exclude=config.model.exclude)
+    if limits:
+        budget = Budget(sizes[0], **limits)
+        sizes = (fit(net, structure, budget, example, batch_size=batch_size)[0],)
+    rows = []
+    for size in sizes:
+        subnet = structure.subnet(size)
+        price = cost_of(net, structure, subnet, example, batch_size=batch_size)
+        rows.append({"width": size, **asdict(price)})
+    if as_json:
+        _print_json(rows[0] if len(rows) == 1 else {"model": model, "sizes": rows})
+    else:
+        _console().print(tables.sizes(rows))
+
+
+@app.command(
+    epilog="Example: fedquilt customize runs/digits-heterofl-1 --params 30000 --out small.onnx"
+)
+def customize(
+    folder: RunFolder,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The file: .onnx, .pt2 or .safetensors.")
+    ],
+    width: Annotated[float, typer.Option(help="The fraction of all channels.")] = 1.0,
+    params: ParamsLimit = None,
+    macs: MacsLimit = None,
+    memory: MemoryLimit = None,
+    upload: UploadLimit = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take a model of the size you need out of a finished run.
+
+    The file is read again and compared with the model before success is reported.
+    """
+    limits = _given({"params": params, "macs": macs, "memory": memory, "upload": upload})
+    Budget(width, **limits)  # refused before the run is read
+    run = opened(folder)
+    small = run.customize(width, **limits)
+    found = float(small.fedquilt_width)  # type: ignore[arg-type]
+    facts = _facts(run, found)
+    kept = {**facts, "config": run.about["config"]}
+    written = export(small, out, _probe(run.setup.example), about=kept)
+    facts = {"path": str(written), "bytes": written.stat().st_size, "checked": True, **facts}
+    if as_json:
+        _print_json(facts)
+    else:
+        _describe(run, facts)
+
+
+def _console(*, as_json: bool = False) -> Console:
+    """Where people read; a program has standard output to itself."""
+    return Console(stderr=as_json, markup=False, highlight=False, emoji=False)
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def _print_json(document: Mapping[str, Any]) -> None:
+    print(json.dumps(document, indent=2, allow_nan=False))
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _assignments(texts: Sequence[str] | None) -> dict[str, Any]:
+    """What ``--set`` was given: dotted names and TOML values."""
+    changes = {}
+    for text in texts or ():
+        name, sign, value = text.partition("=")
+        if not sign or not name:
+            raise ConfigError(f"--set takes NAME=VALUE, such as optimiser.epochs=5, got '{text}'")
+        changes[name.strip()] = read_value(value.strip())
+    return changes
+
+
+def _widths(texts: Sequence[str]) -> tuple[float, ...]:
+    """Widths from texts such as ``1,0.5``."""
+    words = [word for text in texts for word in text.split(",")]
+    try:
+        return tuple(Budget(float(word)).width for word in words)
+    except ValueError:
+        raise ConfigError(f"widths are numbers like 1,0.5,0.25, got '{','.join(words)}'") from None
+
+
+def _inputs(
+    config: Config, data: str | None, shape: str | None, classes: int
+) -> tuple[Config, torch.Tensor]:
+    """Settings fitted to an input, and the input: of the data, of a shape, or the model's own."""
+    if data is not None and shape is not None:
+        raise ConfigError("the input comes from --data or from --input, give one of them")
+    if data is not None:
+        source = source_of(checked({"data": {"source": data}}))
+        example = example_of(source)
+        return fitted(config, tuple(example.shape[1:]), source.num_classes), example
+    try:
+        sizes = tuple(int(n) for n in shape.split(",")) if shape else _natural(config.model.name)
+        example = torch.zeros(1, *sizes)
+    except (ValueError, RuntimeError):
+        raise ConfigError(f"--input takes sizes like 1,28,28, got '{shape}'") from None
+    return fitted(config, sizes, classes), example
+
+
+def _natural(model: str) -> tuple[int, ...]:
+    if ":" in model:
+        raise ConfigError("for a model of your own say what goes in: --input 3,32,32 or --data")
+    return IMAGES.get(model, COLOUR_IMAGES)
+
+
+def _started(changes: Mapping[str, Any], out: Path | None, console: Console) -> Run:
+    """A new run, trained to its end."""
+    config = checked(override({}, changes))
+    source = source_of(config)
+    config = resolved(config, source)
+    return _trained(config, source, out or _next_free(config), console, resume=False)
+
+
+def _next_free(config: Config) -> Path:
+    name = f"{Path(config.data.source).stem}-{config.method.name}"
+    number = 1
+    while (folder := Path("runs") / f"{name}-{number}").exists():
+        number += 1
+    return folder
+
+
+def _resumed(changes: Mapping[str, Any], folder: Path, console: Console) -> Run:
+    """A run that was stopped, trained to its end; or a finished one, as it is."""
+    if not (folder / "config.toml").is_file():
+        raise CheckpointError(f"{folder} holds no run to resume; start one with --out {folder}")
+    before = checked(read(folder / "config.toml"))
+    config = checked(override(before.model_dump(), changes))
+    _refuse_other_settings(before, config, folder)
+    if (folder / "model" / "bundle.json").exists():
+        run = opened(folder)
+        if run.setup.rounds >= config.rounds:
+            _say(console, f"{folder} is finished: all of its {config.rounds} rounds are done")
+            return replace(run, scores=final_scores(folder))
+    return _trained(config, source_of(config), folder, console, resume=True)
+
+
+def _refuse_other_settings(before: Config, config: Config, folder: Path) -> None:
+    old = dotted(before.model_dump())
+    for name, value in dotted(config.model_dump()).items():
+        if old.get(name) != value and name != "rounds" and not name.startswith("run."):
+            raise ConfigError(
+                "a resumed run keeps its settings, only rounds and run.* may change; "
+                f"{folder} has {name} = {old.get(name)}, got {value}"
+            )
+    num_done = _rounds_done(folder)
+    if config.rounds < num_done:
+        raise ConfigError(f"{folder} has done {num_done} rounds, --rounds {config.rounds} is less")
+
+
+def _rounds_done(folder: Path) -> int:
+    """Rounds that are safe on disk."""
+    last = runs.last_checkpoint(folder)
+    return 0 if last is None else int(last.name.removeprefix("round-"))
+
+
+def _trained(
+    config: Config, source: Source, folder: Path, console: Console, *, resume: bool
+) -> Run:
+    """What the settings describe, trained in a directory."""
+    model, example, method = model_of(config), example_of(source), method_of(config)
+    population = population_of(config, source)
+    structure = Structure.trace(model, example, exclude=config.model.exclude)
+    scale = source.train.scale
+    if resume and (last := runs.last_checkpoint(folder)) is not None:
+        setup = Setup(model, structure, example, population.clients, config.rounds, config.seed)
+        checkpoint.load(last, runs.fingerprint(setup, method))  # refused before anything is written
+    with _stoppable(folder, config.rounds), Watch(console, config.rounds) as watch:
+        _remember(config, folder, resume=resume)
+        _say(console, f"{config.method.name} on {source.name}, seed {config.seed}, in {folder}")
+        return runs.train(
+            model,
+            example,
+            method,
+            population,
+            config.rounds,
+            seed=config.seed,
+            workers=config.run.workers,
+            out=folder,
+            resume=resume,
+            structure=structure,
+            pace=Pace(config.run.evaluate_every, config.run.checkpoint_every),
+            watch=watch,
+            about={"config": config.model_dump(mode="json"), "scale": scale and asdict(scale)},
+        )
+
+
+def _remember(config: Config, folder: Path, *, resume: bool) -> None:
+    """Writes the settings into the run's directory."""
+    try:
+        runs.prepared(folder, resume=resume)
+        checkpoint.write_text(folder / "config.toml", as_toml(config))
+    except OSError as problem:
+        raise CheckpointError(f"{folder} cannot hold a run ({problem})") from problem
+
+
+@contextmanager
+def _stoppable(folder: Path, num_rounds: int) -> Iterator[None]:
+    """Lets Ctrl-C and SIGTERM stop a run, which saves itself, and says how to go on."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        again = shlex.join(["fedquilt", "train", "--resume", str(folder)])
+        where = f"stopped after round {_rounds_done(folder)} of {num_rounds}"
+        print(f"fedquilt: {where}; go on with: {again}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def opened(folder: Path) -> Run:
+    """A finished run from its directory alone."""
+    about = bundle.load(folder / "model").about
+    if "config" not in about:
+        raise CheckpointError(
+            f"{folder} was trained from Python, with a model that only Python knows; "
+            "open it there with fedquilt.open_run"
+        )
+    config = checked(about["config"])
+    return runs.open_run(folder, model_of(config), method_of(config), exclude=config.model.exclude)
+
+
+def _config_of(run: Run) -> Config:
+    return checked(run.about["config"])
+
+
+def _as_trained(run: Run, source: Source) -> Source:
+    """The data as the run's model knows it: of its shape, normalised as it was in training."""
+    expected = tuple(run.setup.example.shape[1:])  # type: ignore[union-attr]
+    found = tuple(source.train.inputs.shape[1:])
+    if found != expected:
+        raise DataError(f"'{source.name}' has inputs of shape {found}, the run's have {expected}")
+    scale = run.about.get("scale")
+    if not scale or source.train.scale is None:
+        return source
+    same = Normalise(tuple(scale["mean"]), tuple(scale["std"]))
+    return replace(
+        source, train=replace(source.train, scale=same), test=replace(source.test, scale=same)
+    )
+
+
+def _rows(run: Run, scores: Sequence[SizeScore]) -> list[dict[str, Any]]:
+    """Scores with the bytes that a client of that size sends; a loss that is no number is None."""
+    setup = run.setup
+    rows = []
+    for score in scores:
+        subnet = setup.structure.subnet(score.width).leaving(*run.method.home)
+        price = cost_of(setup.model, setup.structure, subnet, setup.example)
+        loss = score.loss if score.loss is not None and math.isfinite(score.loss) else None
+        rows.append({**asdict(score), "loss": loss, "bytes": price.bytes})
+    return rows
+
+
+def _document(run: Run, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Scores for programs; worst and mean are of local accuracy where there is no other."""
+    is_local = all(row["accuracy"] is None for row in rows)
+    found = [row["local_accuracy" if is_local else "accuracy"] for row in rows]
+    known = [accuracy for accuracy in found if accuracy is not None]
+    return {
+        "run": str(run.folder),
+        "seed": run.seed,
+        "rounds": run.setup.rounds,
+        "sizes": list(rows),
+        "worst": min(known, default=None),
+        "mean": sum(known) / len(known) if known else None,
+    }
+
+
+def _show_scores(run: Run, scores: Sequence[SizeScore], *, as_json: bool) -> None:
+    rows = _rows(run, scores)
+    document = _document(run, rows)
+    if as_json:
+        _print_json(document)
+    elif rows:
+        console = _console()
+        console.print(tables.sizes(rows))
+        worst, mean = tables.percent(document["worst"]), tables.percent(document["mean"])
+        _say(console, f"worst {worst}, mean {mean}, seed {run.seed}")
+
+
+def _finish(run: Run, *, as_json: bool) -> None:
+    """The end of a training: its table, and what to type next."""
+    _show_scores(run, run.scores, as_json=as_json)
+    if not as_json:
+        folder = shlex.quote(str(run.folder))
+        small = min((score.width for score in run.scores), default=1.0)
+        _say(
+            _console(),
+            "",
+            "Next:",
+            f"  fedquilt evaluate {folder}",
+            f"  fedquilt customize {folder} --width {small:g} --out small.onnx",
+        )
+
+
+def _facts(run: Run, width: float) -> dict[str, Any]:
+    """What a user of a small model must know."""
+    setup, about = run.setup, run.about
+    subnet = run.method.subnet(setup, width)
+    price = cost_of(setup.model, setup.structure, subnet, setup.example)
+    return {
+        "width": width,
+        "params": price.params,
+        "macs": price.macs,
+        "seed": run.seed,
+        "input": {"shapes": [x["shape"] for x in about["example"]], "scale": about.get("scale")},
+        "is_trained_size": width in about["sizes"],
+        "statistics_of": subnet.owner or None,
+    }
+
+
+def _probe(example: Example) -> tuple[Any, ...]:
+    """Inputs to compare outputs on: two examples, so that files take any number, and not zeros."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        pair = x[:1].expand(2, *x.shape[1:]).contiguous()
+        return torch.randn(pair.shape, generator=generator) if x.is_floating_point() else pair
+
+    return tuple(drawn(x) for x in arguments(example))
+
+
+def _describe(run: Run, facts: Mapping[str, Any]) -> None:
+    size = f"{facts['params']:,} parameters, {tables.prefixed(facts['bytes'], 'B')}"
+    lines = [
+        f"wrote {facts['path']}: width {facts['width']:g}, {size}",
+        "read back and compared: it gives the model's outputs",
+    ]
+    if not facts["is_trained_size"]:
+        lines.append(_warning(facts, run.about["sizes"]))
+    if scale := facts["input"]["scale"]:
+        lines.append(f"feed it images / 255, less {scale['mean']}, over {scale['std']} per channel")
+    _say(_console(), *lines)
+
+
+def _warning(facts: Mapping[str, Any], trained: Sequence[float]) -> str:
+    """What a size that no client trained is made of, and the trained one to take instead."""
+    whose = facts["statistics_of"]
+    borrowed = f" and it has the normalisation statistics of width {whose}" if whose else ""
+    narrower = max((size for size in trained if size < facts["width"]), default=min(trained))
+    return (
+        f"beware: no client trained width {facts['width']:g}{borrowed}; "
+        f"the nearest size that was trained and fits is --width {narrower:g}"
+    )
+
+
+if __name__ == "__main__":
+    main()

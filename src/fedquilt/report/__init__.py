@@ -1,0 +1,1 @@
+"""Numbers in; tables and progress out."""

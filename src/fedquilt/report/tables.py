@@ -1,0 +1,56 @@
+"""Tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+Row = Mapping[str, Any]  # one size, as programs read it
+
+
+def prefixed(value: float, unit: str = "") -> str:
+    """A number with a decimal prefix.
+
+    >>> prefixed(39_974_912), prefixed(26_888, "B"), prefixed(12)
+    ('39.97 M', '26.89 kB', '12')
+    """
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.2f} {prefix}{unit}"
+    return f"{value:g} {unit}".rstrip()
+
+
+def percent(value: float | None) -> str:
+    """A share of one as a percentage.
+
+    >>> percent(0.9838), percent(None)
+    ('98.4%', '-')
+    """
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "width": ("width", "{:g}".format),
+    "params": ("parameters", "{:,}".format),
+    "macs": ("MACs", prefixed),
+    "bytes": ("upload", lambda value: prefixed(value, "B")),
+    "memory": ("training memory", lambda value: prefixed(value, "B")),
+    "accuracy": ("accuracy", percent),
+    "local_accuracy": ("local accuracy", percent),
+}
+
+
+def sizes(rows: Sequence[Row]) -> Table:
+    """One line per size; local accuracy only where it says something else than accuracy."""
+    names = [name for name in COLUMNS if name in rows[0]]
+    if all(row.get("local_accuracy") in (None, row.get("accuracy")) for row in rows):
+        names = [name for name in names if name != "local_accuracy"]
+    table = Table(box=box.SIMPLE)
+    for name in names:
+        table.add_column(COLUMNS[name][0], justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(COLUMNS[name][1](row[name]) for name in names))
+    return table

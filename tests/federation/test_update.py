@@ -1,0 +1,88 @@
+"""Which updates are accepted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedquilt.errors import UpdateError
+from fedquilt.federation.client import Update
+from fedquilt.federation.update import accept
+from fedquilt.structure.cut import take
+from fedquilt.structure.subnet import Subnet
+
+NARROW = Subnet.of({"h": [0, 3], "y": [1]}).leaving("b")
+
+
+def good(params, structure, subnet=NARROW, weight=1.0) -> Update:
+    return Update(4, (subnet,), (take(params, structure, subnet),), weight, {})
+
+
+def test_what_was_asked_for_is_accepted_as_it_is(params, structure):
+    for subnet in (NARROW, Subnet(), NARROW.owning("x", "a"), Subnet(without=("*",))):
+        update = good(params, structure, subnet, weight=0.0)
+        assert accept(update, structure, params) is update
+
+
+def test_large_finite_values_are_accepted_although_their_sum_overflows(params, structure):
+    update = good(params, structure)
+    update.params[0]["a"].fill_(3e38)
+    assert not update.params[0]["a"].sum().isfinite()
+    assert accept(update, structure, params) is update
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_one_value_that_is_not_finite_is_enough(params, structure, value):
+    update = good(params, structure)
+    update.params[0]["a"][1, 2] = value
+    with pytest.raises(UpdateError, match="client 4 sent 'a' with values that are not finite"):
+        accept(update, structure, params)
+
+
+def test_infinities_that_cancel_are_seen(params, structure):
+    update = good(params, structure)
+    update.params[0]["a"][0, :2] = torch.tensor([float("inf"), float("-inf")])
+    with pytest.raises(UpdateError, match="not finite"):
+        accept(update, structure, params)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
+def test_weights_are_finite_and_not_negative(params, structure, weight):
+    with pytest.raises(UpdateError, match="client 4 sent the weight"):
+        accept(good(params, structure, weight=weight), structure, params)
+
+
+def changed(update: Update, **tensors) -> Update:
+    merged = {**update.params[0], **tensors}
+    kept = {n: t for n, t in merged.items() if t is not None}
+    return Update(update.client, update.subnets, (kept,), 1.0, {})
+
+
+def test_names_shapes_and_types_are_the_subnets(params, structure):
+    update = good(params, structure)
+    for bad, said in (
+        (changed(update, free=None), "differ in: free"),
+        (changed(update, b=torch.zeros(4, 5, 2)), "differ in: b"),
+        (changed(update, a=torch.zeros(3, 3)), r"shape \(3, 3\), its subnet has \(2, 3\)"),
+        (changed(update, a=torch.zeros(3, 2)), r"shape \(3, 2\)"),
+        (changed(update, scalar=torch.zeros(1)), r"shape \(1,\)"),
+        (changed(update, a=torch.zeros(2, 3, dtype=torch.int64)), "'a' as torch.int64"),
+        (changed(update, a=torch.zeros(2, 3, dtype=torch.float64)), "'a' as torch.float64"),
+    ):
+        with pytest.raises(UpdateError, match=f"client 4 .*{said}"):
+            accept(bad, structure, params)
+
+
+@pytest.mark.parametrize(
+    "subnet", [Subnet.of({"z": [0]}), Subnet((("h", 0),)), Subnet.of({"h": [5]})]
+)
+def test_a_subnet_that_does_not_fit_is_refused(params, structure, subnet):
+    update = Update(4, (subnet,), (dict(params),), 1.0, {})
+    with pytest.raises(UpdateError, match="client 4 sent a subnet that does not fit"):
+        accept(update, structure, params)
+
+
+def test_every_subnet_needs_its_tensors(params, structure):
+    update = Update(4, (NARROW, NARROW), (take(params, structure, NARROW),), 1.0, {})
+    with pytest.raises(UpdateError, match="1 sets of tensors for 2 subnets"):
+        accept(update, structure, params)

@@ -1,0 +1,117 @@
+"""FedAvg, Standalone and LG-FedAvg."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt.engines.local import one_thread
+from fedquilt.errors import ConfigError
+from fedquilt.federation.client import Task
+from fedquilt.structure.cut import take
+from fedquilt.training.recipe import Workbench
+from fedquilt.training.sgd import SGD
+
+
+def test_fedavg_weighs_clients_by_their_examples(world, optimiser):
+    first, second = world.setup.clients[:2]
+    uneven = world.with_clients(replace(first, num_examples=30), replace(second, num_examples=10))
+    method = fq.FedAvg(optimiser)
+    state = uneven.start(method)
+    tasks = [t for c in uneven.setup.clients for t in method.plan(uneven.setup, state, c)]
+    one, other = (u.params[0] for u in uneven.done(tasks))
+    after = method.merge(uneven.setup, state, uneven.done(tasks)).params
+    for name, tensor in after.items():
+        if tensor.is_floating_point():  # running statistics too
+            expected = 0.75 * one[name] + 0.25 * other[name]
+            torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_fedavg_of_one_level_never_touches_the_rest(world, optimiser):
+    method = fq.FedAvg(optimiser, width=0.5)
+    state = world.start(method)
+    after = world.round(method, state).params["features.0.weight"]
+    assert not after[:4].equal(state.params["features.0.weight"][:4])
+    assert after[4:].equal(state.params["features.0.weight"][4:])
+
+
+def alone(world, method, client, rounds):
+    """One client training by itself for some rounds, written without home, kept or engines."""
+    structure, setup = world.setup.structure, world.setup
+    subnet = structure.subnet(method.width)
+    tensors = world.start(method).params
+    bench = Workbench(setup.model, structure, world.people.data)
+    for round in range(rounds):
+        state = replace(world.start(method), round=round)
+        (task,) = method.plan(setup, state, client)
+        recipe = SGD(task.recipe.optimiser, task.recipe.lr, client.labels)
+        with one_thread():
+            update = recipe.run(Task(client.id, (subnet,), tensors, recipe, task.seed), bench)
+        tensors = {n: t.clone() for n, t in tensors.items()}
+        for name, t in update.params[0].items():
+            tensors[name][tuple(slice(0, k) for k in t.shape)] = t
+    return take(tensors, structure, subnet)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_standalone_clients_keep_their_own_model(world, optimiser, same, workers):
+    method = fq.standalone(replace(optimiser, clip=None), width=0.5)
+    with world.engine(workers) as engine:
+        state = world.start(method)
+        for _ in range(3):
+            state = world.round(method, state, engine)
+        kept = {c.id: torch_file(engine, c.id) for c in world.setup.clients}
+    assert same(state.params, world.start(method).params)  # the server learned nothing
+    for client in world.setup.clients:
+        expected = alone(world, method, client, 3)
+        floats = [n for n, t in expected.items() if t.is_floating_point()]
+        assert same(kept[client.id], expected, floats), client
+    assert not same(kept[1], kept[2])
+
+
+def torch_file(engine, client):
+    from safetensors.torch import load_file
+
+    return load_file(engine._states.current(client))
+
+
+def test_lg_fedavg_shares_the_classifier_alone(world, optimiser, same):
+    method = fq.lg_fedavg(optimiser, fraction=1.0)
+    with world.engine() as engine:
+        state = world.start(method)
+        tasks = [t for c in world.setup.clients for t in method.plan(world.setup, state, c)]
+        updates = world.done(tasks, engine)
+        after = method.merge(world.setup, state, updates).params
+        kept = {c.id: torch_file(engine, c.id) for c in world.setup.clients}
+    shared = ["classifier.bias", "classifier.weight"]
+    assert all(sorted(u.params[0]) == shared for u in updates)
+    assert sorted(n for n in after if not after[n].equal(state.params[n])) == shared
+    mean = sum(u.params[0]["classifier.bias"] for u in updates) / len(updates)
+    torch.testing.assert_close(after["classifier.bias"], mean)
+    assert all(not set(shared) & set(k) for k in kept.values())
+    assert not same(kept[0], kept[1])
+
+
+def test_lg_fedavg_goes_on_from_the_shared_classifier_and_its_own_layers(world, optimiser, same):
+    method = fq.lg_fedavg(replace(optimiser, lr=0.0, weight_decay=0), fraction=1.0)
+    training = fq.lg_fedavg(optimiser, fraction=1.0)
+    with world.engine() as engine:
+        state = world.round(training, world.start(training), engine)
+        before = {c.id: torch_file(engine, c.id) for c in world.setup.clients}
+        still = world.round(method, state, engine)  # a round in which nobody learns
+        after = {c.id: torch_file(engine, c.id) for c in world.setup.clients}
+    learned = [n for n in before[0] if n.endswith(("weight", "bias"))]
+    assert all(same(before[c], after[c], learned) for c in before)
+    assert same(state.params, still.params)
+
+
+def test_any_part_of_a_model_can_be_shared_but_it_must_exist(world, optimiser):
+    method = fq.lg_fedavg(optimiser, shared=("features.3.*", "classifier.bias"))
+    (task,) = method.plan(world.setup, world.start(method), world.setup.clients[0])
+    names = world.setup.structure.names(task.subnets[0])
+    assert sorted(names) == ["classifier.bias", "features.3.bias", "features.3.weight"]
+    with pytest.raises(ConfigError, match=r"'head\.\*' is shared but names no tensor"):
+        fq.lg_fedavg(optimiser, shared=("head.*",)).start(world.setup)

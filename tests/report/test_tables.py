@@ -1,0 +1,29 @@
+"""Tables for people."""
+
+import io
+
+from rich.console import Console
+
+from fedquilt.report import tables
+
+ROW = {"width": 0.5, "params": 391370, "macs": 10_107_904, "accuracy": 0.5, "num_examples": 10}
+
+
+def shown(rows):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(tables.sizes(rows))
+    return console.file.getvalue()
+
+
+def test_a_table_has_the_columns_that_rows_have():
+    text = shown([ROW])
+    assert "391,370" in text
+    assert "10.11 M" in text
+    assert "training memory" not in text
+
+
+def test_local_accuracy_is_shown_only_where_it_says_something_else():
+    assert "local" not in shown([{**ROW, "local_accuracy": 0.5}])
+    assert "local" not in shown([{**ROW, "local_accuracy": None}])
+    assert "75.0%" in shown([{**ROW, "local_accuracy": 0.75}])
+    assert "local" in shown([{**ROW, "accuracy": None, "local_accuracy": 0.75}])

@@ -1,0 +1,188 @@
+"""A subnet as a value, its tensors, and the module that is built of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fedquilt.errors import StructureError
+from fedquilt.structure.cut import build, cells, load, take
+from fedquilt.structure.groups import STATISTICS, Structure
+from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.trace import named_tensors
+
+from .nets import EXACT, IMAGE, TOKENS, ZOO, plain_cnn, roughened
+
+names = st.text(min_size=1, max_size=12)
+channels = st.sets(st.integers(0, 300), min_size=1, max_size=40)
+subnets = st.builds(
+    lambda kept, without, own, owner: Subnet.of(kept).leaving(*without).owning(owner, *own),
+    st.dictionaries(names, channels, max_size=4),
+    st.lists(names, max_size=3),
+    st.lists(names, max_size=3),
+    st.text(max_size=5),
+)
+
+
+@pytest.fixture
+def cnn() -> nn.Module:
+    torch.manual_seed(0)
+    return roughened(plain_cnn())
+
+
+@pytest.fixture
+def structure(cnn) -> Structure:
+    return Structure.trace(cnn, IMAGE)
+
+
+@given(subnet=subnets)
+def test_encoding_and_decoding_a_subnet_is_the_identity(subnet):
+    decoded = Subnet.decode(subnet.encode())
+    assert decoded == subnet
+    assert hash(decoded) == hash(subnet)
+
+
+@given(kept=st.dictionaries(names, channels, min_size=1, max_size=4))
+def test_a_subnet_gives_back_its_channels_in_order(kept):
+    subnet = Subnet.of(kept)
+    assert {group: subnet.channels(group).tolist() for group in kept} == {
+        group: sorted(some) for group, some in kept.items()
+    }
+    assert all(subnet.count(group) == len(some) for group, some in kept.items())
+
+
+def test_subnets_of_the_same_channels_are_equal_however_they_were_made():
+    assert Subnet.of({"b": [2, 0], "a": [1]}) == Subnet.of({"a": [1]}).keeping("b", [0, 2])
+    assert Subnet.of({"a": [1]}) != Subnet.of({"a": [1]}).leaving("x")
+    assert Subnet.of({"a": [1]}) != Subnet.of({"a": [0]})
+
+
+def test_leading_channels_need_few_bytes_and_others_a_bit_each():
+    assert len(Subnet.of({"a": range(4000)}).encode()) < 40
+    assert len(Subnet.of({"a": range(0, 4000, 2)}).encode()) < 1100
+
+
+def test_a_subnet_prints_what_it_is():
+    subnet = Subnet.of({"a": range(3), "b": [0, 2]}).leaving("*.bias").owning("half", STATISTICS)
+    expected = "Subnet(a: first 3; b: 0,2; without *.bias; own :statistics of half)"
+    assert repr(subnet) == expected
+
+
+def test_negative_channels_are_refused():
+    with pytest.raises(ValueError, match="counted from 0"):
+        Subnet.of({"a": [-1]})
+
+
+@pytest.mark.parametrize("kept", [{"neck": [0]}, {"0": [8]}, {"0": []}])
+def test_a_subnet_of_another_model_is_refused(structure, kept):
+    with pytest.raises(StructureError, match=r"no width group|has channels 0 to 7"):
+        cells(structure, Subnet.of(kept))
+
+
+def test_the_whole_subnet_takes_everything(cnn, structure):
+    taken = take(cnn.state_dict(), structure, structure.subnet(1))
+    assert taken.keys() == cnn.state_dict().keys()
+    assert all(torch.equal(taken[name], value) for name, value in cnn.state_dict().items())
+
+
+def test_taken_tensors_are_the_chosen_cells(cnn, structure):
+    taken = take(cnn.state_dict(), structure, structure.subnet(channels={"0": [1, 5], "4": [2]}))
+    assert torch.equal(taken["4.weight"], cnn[4].weight[[2]][:, [1, 5]])
+    assert torch.equal(taken["1.running_var"], cnn[1].running_var[[1, 5]])
+    assert torch.equal(taken["9.weight"], cnn[9].weight[:, [2]])
+    assert torch.equal(taken["9.bias"], cnn[9].bias)
+
+
+@pytest.mark.parametrize("width", [1, 0.5])
+def test_taking_copies_and_leaves_its_argument_as_it_was(cnn, structure, width):
+    params = {name: value.clone() for name, value in cnn.state_dict().items()}
+    for value in take(params, structure, structure.subnet(width)).values():
+        value.add_(1)
+    assert all(torch.equal(params[name], value) for name, value in cnn.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_built_subnet_is_smaller_and_shares_no_memory_with_the_model(name):
+    model = ZOO[name].make()
+    structure = Structure.trace(model, ZOO[name].example)
+    small = build(model, structure, structure.subnet(0.5))
+    count, whole = (sum(p.numel() for p in m.parameters()) for m in (small, model))
+    assert count < whole
+    memory = {t.untyped_storage().data_ptr() for t in named_tensors(model).values()}
+    assert not memory & {t.untyped_storage().data_ptr() for t in named_tensors(small).values()}
+
+
+def test_half_the_width_has_the_parameters_of_the_net_constructed_so(cnn, structure):
+    small = build(cnn, structure, structure.subnet(0.5))
+    constructed = plain_cnn(a=4, b=6)
+    assert {n: t.shape for n, t in small.state_dict().items()} == {
+        n: t.shape for n, t in constructed.state_dict().items()
+    }
+    assert str(small) == str(constructed)
+
+
+@pytest.mark.parametrize("name", ["plain cnn", "tied words", "bidirectional lstm", "mlp"])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_tracing_leaves_model_and_random_numbers_as_they_were(name, is_training):
+    model = EXACT[name].make().train(is_training)
+    model[0].eval() if isinstance(model, nn.Sequential) else None
+    flags = [m.training for m in model.modules()]
+    before = {n: t.clone() for n, t in named_tensors(model).items()}
+    identities = [id(p) for p in model.parameters()]
+    numbers = torch.get_rng_state()
+    Structure.trace(model, EXACT[name].example)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert [m.training for m in model.modules()] == flags
+    assert [id(p) for p in model.parameters()] == identities
+    assert all(torch.equal(t, before[n]) for n, t in named_tensors(model).items())
+    assert all(p.grad is None for p in model.parameters())
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_tied_weights_stay_tied_in_the_built_module():
+    model = EXACT["tied words"].make()
+    structure = Structure.trace(model, TOKENS)
+    small = build(model, structure, structure.subnet(0.5))
+    assert small.decode.weight is small.embed.weight
+    assert small.decode.weight.shape == (20, 4)
+
+
+def test_frozen_parameters_stay_frozen_in_the_built_module(cnn, structure):
+    cnn[0].weight.requires_grad_(False)
+    small = build(cnn, structure, structure.subnet(0.5))
+    assert not small[0].weight.requires_grad
+    assert small[4].weight.requires_grad
+
+
+def test_own_tensors_come_from_their_owner_and_start_from_the_shared_ones(cnn, structure):
+    params = dict(cnn.state_dict())
+    params["1.running_mean@0.5"] = torch.arange(8.0)
+    subnet = structure.subnet(0.5).owning("0.5", STATISTICS)
+    taken = take(params, structure, subnet)
+    assert taken["1.running_mean"].tolist() == [0, 1, 2, 3]
+    assert torch.equal(taken["1.running_var"], params["1.running_var"][:4])
+    assert torch.equal(build(cnn, structure, subnet, params)[1].running_mean, torch.arange(4.0))
+    other = take(params, structure, structure.subnet(0.5).owning("0.25", STATISTICS))
+    assert torch.equal(other["1.running_mean"], params["1.running_mean"][:4])
+
+
+def test_tensors_that_a_pattern_leaves_out_are_not_taken_but_built(cnn, structure):
+    subnet = structure.subnet(0.5).leaving("*.bias", STATISTICS)
+    taken = take(cnn.state_dict(), structure, subnet)
+    left_out = {n for n in cnn.state_dict() if n.endswith(".bias") or ".running_" in n}
+    assert left_out
+    assert taken.keys() == cnn.state_dict().keys() - left_out
+    assert torch.equal(build(cnn, structure, subnet)[0].bias, cnn[0].bias[:4])
+
+
+def test_loading_writes_the_given_tensors_and_no_others(cnn, structure):
+    subnet = structure.subnet(0.5)
+    small = build(cnn, structure, subnet)
+    load(small, {"0.bias": torch.arange(4.0)})
+    assert small[0].bias.tolist() == [0, 1, 2, 3]
+    assert torch.equal(small[4].bias, cnn[4].bias[:6])

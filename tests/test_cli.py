@@ -1,0 +1,514 @@
+"""The command line, as people and programs use it."""
+
+import io
+import json
+import os
+import pty
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedquilt.cli import main
+
+SMALL = ["--set", "model.width=0.125", "--set", "optimiser.epochs=1", "--budgets", "1,0.25"]
+QUICK = [*SMALL, "--rounds", "2", "--workers", "0"]
+COMMANDS = ["train", "evaluate", "cost", "customize"]
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self):
+        return json.loads(self.out)
+
+
+def fedquilt(*arguments):
+    """What a command prints and returns, in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ending:
+        main([str(a) for a in arguments])
+    return Result(ending.value.code or 0, out.getvalue(), err.getvalue())
+
+
+def started(*arguments, **options):
+    """The same as a process of its own."""
+    source = str(Path(__file__).parent.parent / "src")
+    return subprocess.Popen(
+        [sys.executable, "-m", "fedquilt.cli", *map(str, arguments)],
+        text=True,
+        env={**os.environ, "PYTHONPATH": source, "TERM": "xterm", "COLUMNS": "100"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **options,
+    )
+
+
+def assert_refused(result, *words):
+    """Exit code 2, one sentence on stderr with these words, and nothing else."""
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.count("\n") == 1
+    assert result.err.startswith("fedquilt: ")
+    for word in words:
+        assert word in result.err
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run, its directory not to be changed."""
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    result = fedquilt("train", *QUICK, "--seed", "7", "--evaluate-every", "1", "--out", folder)
+    assert result.code == 0, result.err
+    return folder, result
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of the finished run, to be damaged."""
+    return Path(shutil.copytree(finished[0], tmp_path / "copy"))
+
+
+def contents(folder):
+    return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command):
+    result = fedquilt(command, "--help")
+    assert result.code == 0
+    assert f"Example: fedquilt {command}" in result.out
+
+
+def test_no_command_shows_the_commands():
+    result = fedquilt()
+    assert result.code == 0
+    assert all(command in result.out for command in COMMANDS)
+
+
+# train
+
+
+def test_train_shows_a_table_its_seed_and_what_to_type_next(finished):
+    folder, result = finished
+    assert "seed 7" in result.out
+    assert re.search(r"width +parameters +MACs +upload +accuracy", result.out)
+    assert re.search(r"1 +25,274 +60\.54 k +102\.09 kB +\d+\.\d%", result.out)
+    assert f"fedquilt evaluate {folder}" in result.out
+    assert f"fedquilt customize {folder} --width 0.25" in result.out
+
+
+def test_train_without_a_terminal_prints_plain_lines(finished):
+    _, result = finished
+    assert "\x1b" not in result.out
+    lines = result.out.splitlines()
+    for number in (1, 2):
+        assert any(re.match(rf"round {number}/2: loss \d", line) for line in lines)
+        assert any(re.match(rf"round {number}/2: accuracy \d", line) for line in lines)
+
+
+def test_train_stores_all_settings(finished):
+    text = (finished[0] / "config.toml").read_text()
+    assert "seed = 7" in text
+    assert "momentum = 0.9" in text  # the method's default
+    assert "num_classes = 10" in text  # the data's
+
+
+def test_train_numbers_its_directories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "digits-fedavg-1").mkdir(parents=True)
+    few = ["--method", "fedavg", "--rounds", "1", "--model", "mlp", "--clients", "2"]
+    result = fedquilt("train", *few, "--set", "model.hidden=[4]", "--workers", "0")
+    assert result.code == 0, result.err
+    assert (tmp_path / "runs" / "digits-fedavg-2" / "model" / "bundle.json").exists()
+
+
+def test_options_go_over_the_config_file(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text('seed = 3\nrounds = 9\n[model]\nname = "mlp"\nhidden = [4]\n')
+    few = ["--rounds", "1", "--method", "standalone", "--clients", "2", "--workers", "0"]
+    result = fedquilt("train", file, *few, "--out", tmp_path / "a", "--json")
+    assert result.code == 0, result.err
+    assert (result.json["seed"], result.json["rounds"]) == (3, 1)
+    assert result.json["sizes"][0]["bytes"] == 0  # standalone: nothing is sent
+
+
+def test_json_of_train_has_standard_output_to_itself(tmp_path):
+    """In a process of its own, with workers, so that nothing can hide."""
+    process = started(
+        "train",
+        *[*SMALL, "--rounds", "1", "--workers", "2", "--json", "--out", tmp_path / "a"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert [size["width"] for size in json.loads(out)["sizes"]] == [1.0, 0.25]
+    assert "round 1/1: loss" in err
+
+
+def test_train_on_a_terminal_shows_a_live_display(tmp_path):
+    ours, theirs = pty.openpty()
+    process = started(
+        "train",
+        *[*SMALL, "--rounds", "2", "--workers", "1", "--out", tmp_path / "a"],
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(ours)
+    text = shown.decode()
+    assert process.wait() == 0, text
+    assert "\x1b[2K" in text  # lines are drawn again
+    for words in ("round 2/2", "10/10 clients", "statistics", "left", "loss"):
+        assert words in text
+    assert "round 1/2: loss" not in text
+
+
+# stop and resume
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_saves_itself_and_says_how_to_go_on(tmp_path, kind):
+    few = ["--model", "mlp", "--set", "model.hidden=[8]", "--set", "run.checkpoint_every=0"]
+    process = started(
+        "train",
+        *[*few, "--rounds", "10000", "--workers", "1", "--out", tmp_path / "my run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert any(line.startswith("round 2/") for line in process.stdout)
+    process.send_signal(kind)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    told = re.fullmatch(r"fedquilt: stopped after round (\d+) of 10000; go on with: (.*)\n", err)
+    assert told, err
+    done = int(told[1])
+    assert done >= 2
+    assert (tmp_path / "my run" / "checkpoints" / f"round-{done:06d}").is_dir()
+    name, *command = shlex.split(told[2])
+    assert name == "fedquilt"
+    result = fedquilt(*command, "--rounds", done + 1, "--workers", "0", "--json")
+    assert result.code == 0, result.err
+    assert f"round {done + 1}/{done + 1}" in result.err
+    assert f"round {done}/{done + 1}" not in result.err
+
+
+def test_resuming_a_finished_run_says_so_and_changes_nothing(finished):
+    folder, trained = finished
+    before = contents(folder)
+    result = fedquilt("train", "--resume", folder)
+    assert result.code == 0, result.err
+    assert "finished" in result.out
+    assert trained.out.endswith(result.out.split("are done\n", 1)[1])  # the same table
+    assert contents(folder) == before
+
+
+def test_a_finished_run_can_be_given_more_rounds(copied):
+    result = fedquilt("train", "--resume", copied, "--rounds", "3", "--json")
+    assert result.code == 0, result.err
+    assert result.json["rounds"] == 3
+    assert "rounds = 3" in (copied / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--seed", "8"], ["seed = 7", "got 8"]),
+        (["--lr", "0.5"], ["optimiser.lr = 0.01"]),
+        (["--rounds", "1"], ["has done 2 rounds"]),
+        (["--out", "elsewhere"], ["--out elsewhere"]),
+    ],
+)
+def test_a_resumed_run_keeps_its_settings(finished, change, words):
+    before = contents(finished[0])
+    assert_refused(fedquilt("train", "--resume", finished[0], *change), *words)
+    assert contents(finished[0]) == before
+
+
+def test_a_corrupt_checkpoint_is_refused_and_nothing_is_written(copied):
+    tensors = copied / "checkpoints" / "round-000002" / "params.safetensors"
+    data = bytearray(tensors.read_bytes())
+    data[-1] ^= 1
+    tensors.write_bytes(data)
+    before = contents(copied)
+    assert_refused(fedquilt("train", "--resume", copied, "--rounds", "3"), "is damaged")
+    assert contents(copied) == before
+
+
+def test_a_foreign_checkpoint_is_refused_and_nothing_is_written(copied):
+    about = copied / "checkpoints" / "round-000002" / "state.json"
+    about.write_text(about.read_text().replace('"fingerprint": "', '"fingerprint": "f'))
+    before = contents(copied)
+    assert_refused(fedquilt("train", "--resume", copied, "--rounds", "3"), "another run")
+    about.write_text('{"format": "something else"}')
+    assert_refused(fedquilt("train", "--resume", copied, "--rounds", "3"), "not a checkpoint")
+    about.write_text("{")
+    assert_refused(fedquilt("train", "--resume", copied, "--rounds", "3"), "not a checkpoint")
+    assert contents(copied).keys() == before.keys()
+
+
+def test_a_directory_without_a_run_cannot_be_resumed_nor_evaluated(tmp_path):
+    assert_refused(fedquilt("train", "--resume", tmp_path), "holds no run to resume")
+    assert_refused(fedquilt("evaluate", tmp_path), "holds no finished model")
+    assert_refused(fedquilt("customize", tmp_path, "--out", "a.onnx"), "holds no finished model")
+
+
+# evaluate
+
+
+def test_evaluate_gives_the_scores_of_the_end_of_training(finished):
+    folder, trained = finished
+    result = fedquilt("evaluate", folder, "--workers", "0", "--json")
+    assert result.code == 0, result.err
+    scores = result.json
+    assert scores["seed"] == 7
+    assert [size["width"] for size in scores["sizes"]] == [1.0, 0.25]
+    assert [size["params"] for size in scores["sizes"]] == [25274, 1790]
+    named = {"width", "params", "macs", "accuracy", "local_accuracy", "loss", "num_examples"}
+    assert named <= scores["sizes"][0].keys()
+    found = [size["accuracy"] for size in scores["sizes"]]
+    assert scores["worst"] == min(found)
+    assert scores["mean"] == pytest.approx(sum(found) / 2)
+    for accuracy in found:
+        assert f"{100 * accuracy:.1f}%" in trained.out
+
+
+def test_evaluate_takes_other_widths_and_other_data(finished, tmp_path):
+    path = tmp_path / "mine.npz"
+    images = np.arange(40 * 64, dtype=np.uint8).reshape(40, 8, 8)
+    labels = np.arange(40) % 10
+    np.savez(path, x_train=images, y_train=labels, x_test=images[:20], y_test=labels[:20])
+    wanted = ["--widths", "0.5", "--data", path, "--workers", "0", "--json"]
+    result = fedquilt("evaluate", finished[0], *wanted)
+    assert result.code == 0, result.err
+    (size,) = result.json["sizes"]
+    assert (size["width"], size["num_examples"]) == (0.5, 20)
+
+
+def test_evaluate_refuses_data_of_another_shape(finished, tmp_path):
+    path = tmp_path / "mine.npz"
+    images, labels = np.zeros((20, 9, 9), np.uint8), np.arange(20) % 10
+    np.savez(path, x_train=images, y_train=labels, x_test=images, y_test=labels)
+    assert_refused(fedquilt("evaluate", finished[0], "--data", path), "(1, 9, 9)", "(1, 8, 8)")
+
+
+# cost
+
+
+@pytest.mark.parametrize(
+    ("model", "params"),
+    [
+        ("heterofl-cnn", [1556874, 391370, 98922, 25274, 6594]),
+        ("heterofl-resnet18", [9622090, 2408746, 603802, 151762, 38350]),
+    ],
+)
+def test_cost_has_the_published_parameter_counts(model, params):
+    result = fedquilt(
+        "cost", "--model", model, "--width", "1,.5,.25", "--width", ".125,.0625", "--json"
+    )
+    assert [size["params"] for size in result.json["sizes"]] == params
+
+
+def test_cost_of_one_width_is_one_object():
+    price = fedquilt("cost", "--model", "heterofl-cnn", "--width", "0.5", "--json").json
+    assert price.keys() == {"width", "params", "macs", "bytes", "memory"}
+    assert (price["width"], price["params"]) == (0.5, 391370)
+
+
+def test_cost_finds_the_widest_subnet_within_limits():
+    asked = ["--model", "mlp", "--set", "model.hidden=[8]", "--input", "1,4,4", "--classes", "3"]
+    price = fedquilt("cost", *asked, "--params", "100", "--json").json
+    assert price["width"] == 4 / 8
+    assert price["params"] == 16 * 4 + 4 + 4 * 3 + 3
+    assert_refused(fedquilt("cost", *asked, "--params", "9"), "no subnet meets")
+    assert_refused(fedquilt("cost", *asked, "--params", "9", "--width", "1,0.5"), "at most one")
+
+
+def test_cost_of_a_model_of_ones_own(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def net(num_classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.Linear(6, num_classes))\n"
+    )
+    assert_refused(fedquilt("cost", "--model", f"{file}:net"), "--input")
+    result = fedquilt("cost", "--model", f"{file}:net", "--input", "3,2,2", "--width", "1,0.5")
+    assert re.search(r"1 +148 ", result.out)
+    assert re.search(r"0\.5 +79 ", result.out)
+
+
+# customize
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2", "safetensors"])
+def test_customize_writes_a_checked_file(finished, tmp_path, ending):
+    path = tmp_path / "new" / f"small.{ending}"
+    result = fedquilt("customize", finished[0], "--width", "0.25", "--out", path, "--json")
+    assert result.code == 0, result.err
+    facts = result.json
+    assert (facts["path"], facts["width"], facts["params"]) == (str(path), 0.25, 1790)
+    assert facts["checked"] is True
+    assert facts["bytes"] == path.stat().st_size
+    assert set(facts["input"]["scale"]) == {"mean", "std"}
+    outputs = _outputs(path)
+    assert outputs is None or outputs.shape == (5, 10)  # any number of examples
+
+
+def _outputs(path):
+    inputs = torch.rand(5, 1, 8, 8)
+    if path.suffix == ".pt2":
+        return torch.export.load(path).module()(inputs)
+    if path.suffix == ".onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(path)
+        return session.run(None, {session.get_inputs()[0].name: inputs.numpy()})[0]
+    assert sum(t.numel() for n, t in load_file(path).items() if "running" not in n) >= 1790
+    return None
+
+
+def test_customize_says_whose_statistics_an_untrained_size_has(finished, tmp_path):
+    path = tmp_path / "small.safetensors"
+    result = fedquilt("customize", finished[0], "--width", "0.2", "--out", path)
+    assert "no client trained width 0.2" in result.out
+    assert "statistics of width 0.25" in result.out
+    result = fedquilt("customize", finished[0], "--width", "0.25", "--out", path)
+    assert "no client trained" not in result.out
+    assert "compared" in result.out
+
+
+def test_customize_meets_limits(finished, tmp_path):
+    path = tmp_path / "small.safetensors"
+    asked = ["--params", "5000", "--upload", "30000", "--out", path, "--json"]
+    facts = fedquilt("customize", finished[0], *asked).json
+    assert 1790 <= facts["params"] <= 5000
+
+
+def test_customize_refuses_what_it_cannot_write(finished, tmp_path):
+    small = ["customize", finished[0], "--width", "0.25", "--out"]
+    assert_refused(fedquilt(*small, tmp_path / "a.txt"), "'.txt'", ".onnx")
+    (tmp_path / "file").write_text("")
+    assert_refused(fedquilt(*small, tmp_path / "file" / "a.pt2"), "could not be written")
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--data", "digit"], ["'digit'", "did you mean 'digits'?"]),
+        (["train", "--data", "no/such.npz"], ["does not exist"]),
+        (["train", "--method", "hetero"], ["did you mean 'heterofl'?"]),
+        (["train", "--model", "heterofl-cn"], ["did you mean 'heterofl-cnn'?"]),
+        (["train", "--model", "nowhere.py:net"], ["nowhere.py", "does not exist"]),
+        (["train", "--partition", "idd"], ["did you mean 'iid'?"]),
+        (["train", "--budgets", "1,0"], ["(0, 1]", "got 0"]),
+        (["train", "--budgets", "2"], ["(0, 1]", "got 2"]),
+        (["train", "--budgets", "z1"], ["'z1'"]),
+        (["train", "--rounds", "0"], ["'rounds'", "got 0"]),
+        (["train", "--rounds", "many"], ["'many'", "train --help"]),
+        (["train", "--fraction", "1.5"], ["'method.fraction'", "got 1.5"]),
+        (["train", "--clients", "5000"], ["every client needs an example", "5000"]),
+        (["train", "--set", "optimiser.epocs=2"], ["did you mean 'epochs'?"]),
+        (["train", "--set", "method.scalar=true"], ["did you mean 'scaler'?"]),
+        (["train", "--set", "model.norn=group"], ["did you mean 'norm'?"]),
+        (["train", "--set", "model.norm=grup"], ["'grup'", "group"]),
+        (["train", "--set", "epochs"], ["NAME=VALUE"]),
+        (["train", "none.toml"], ["none.toml", "does not exist"]),
+        (["train", "--rond", "3"], ["--rond", "--rounds"]),
+        (["cost", "--model", "resnet18"], ["'resnet18'", "preresnet18"]),
+        (["cost", "--model", "mlp", "--width", "0"], ["(0, 1]", "got 0"]),
+        (["cost", "--model", "mlp", "--width", "-1"], ["(0, 1]", "got -1"]),
+        (["cost", "--model", "mlp", "--width", "2"], ["(0, 1]", "got 2"]),
+        (["cost", "--model", "mlp", "--width", "nan"], ["(0, 1]", "got nan"]),
+        (["cost", "--model", "mlp", "--width", "half"], ["'half'"]),
+        (["cost", "--model", "mlp", "--input", "a,b"], ["'a,b'"]),
+        (["cost", "--model", "mlp", "--input", "1,8,8", "--data", "digits"], ["one of them"]),
+        (["cost"], ["--model", "cost --help"]),
+        (["customize", "nowhere", "--width", "0", "--out", "a.pt2"], ["(0, 1]", "got 0"]),
+        (["customize", "nowhere", "--width", "2", "--out", "a.pt2"], ["(0, 1]", "got 2"]),
+        (["evaluate", "nowhere", "--widths", "-1"], ["(0, 1]", "got -1"]),
+        (["evaluate", "nowhere"], ["nowhere"]),
+        (["trian"], ["'trian'"]),
+    ],
+)
+def test_bad_input_is_refused_with_one_sentence(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(fedquilt(*arguments), *words)
+    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+IMAGES = np.zeros((20, 8, 8), np.uint8)
+LABELS = np.arange(20) % 10
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"x_train": IMAGES, "y_train": LABELS}, ["lacks x_test, y_test"]),
+        (
+            {"x_train": IMAGES, "y_train": LABELS - 1, "x_test": IMAGES, "y_test": LABELS},
+            ["y_train", "-1 to 8"],
+        ),
+        (
+            {"x_train": IMAGES, "y_train": LABELS, "x_test": IMAGES, "y_test": LABELS + 5},
+            ["y_test", "10, 11"],
+        ),
+    ],
+)
+def test_unusable_data_is_refused(arrays, words, tmp_path):
+    np.savez(tmp_path / "mine.npz", **arrays)
+    before = contents(tmp_path)
+    out = tmp_path / "run"
+    assert_refused(fedquilt("train", "--data", tmp_path / "mine.npz", "--out", out), *words)
+    assert contents(tmp_path) == before
+
+
+def test_a_directory_that_holds_a_run_or_other_files_is_left_alone(finished, tmp_path):
+    before = contents(finished[0])
+    assert_refused(fedquilt("train", *QUICK, "--out", finished[0]), "already holds a run")
+    assert contents(finished[0]) == before
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert_refused(fedquilt("train", *QUICK, "--out", tmp_path), "not empty")
+    assert_refused(fedquilt("train", *QUICK, "--out", tmp_path / "thesis.tex"), "thesis.tex")
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_damaged_model_is_refused(copied):
+    (copied / "model" / "params.safetensors").write_bytes(b"not what was written")
+    assert_refused(fedquilt("evaluate", copied), "damaged")
+    (copied / "model" / "bundle.json").write_text('{"format": "something else"}')
+    assert_refused(fedquilt("evaluate", copied), "not a bundle")
+
+
+def test_unexpected_problems_keep_their_traceback(monkeypatch):
+    def broken(config):
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr("fedquilt.cli.source_of", broken)
+    with pytest.raises(RuntimeError, match="a bug of ours"):
+        main(["train"])
