@@ -263,11 +263,7 @@ def test_a_foreign_checkpoint_is_refused_and_nothing_is_written(copied):
     about.write_text(about.read_text().replace('"fingerprint": "', '"fingerprint": "f'))
     before = contents(copied)
     assert_refused(fedquilt("train", "--resume", copied, "--rounds", "3"), "another run")
-    about.write_text('{"format": "something else"}')
-    assert_refused(fedquilt("train", "--resume", copied, "--rounds", "3"), "not a checkpoint")
-    about.write_text("{")
-    assert_refused(fedquilt("train", "--resume", copied, "--rounds", "3"), "not a checkpoint")
-    assert contents(copied).keys() == before.keys()
+    assert contents(copied) == before
 
 
 def test_a_directory_without_a_run_cannot_be_resumed_nor_evaluated(tmp_path):
@@ -410,8 +406,9 @@ def test_customize_meets_limits(finished, tmp_path):
 def test_customize_refuses_what_it_cannot_write(finished, tmp_path):
     small = ["customize", finished[0], "--width", "0.25", "--out"]
     assert_refused(fedquilt(*small, tmp_path / "a.txt"), "'.txt'", ".onnx")
-    (tmp_path / "file").write_text("")
-    assert_refused(fedquilt(*small, tmp_path / "file" / "a.pt2"), "could not be written")
+    (tmp_path / "a.pt2").mkdir()
+    assert_refused(fedquilt(*small, tmp_path / "a.pt2"), "could not be written")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt2"]
 
 
 # bad input

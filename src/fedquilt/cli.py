@@ -374,12 +374,16 @@ def _resumed(changes: Mapping[str, Any], folder: Path, console: Console) -> Run:
     before = checked(read(folder / "config.toml"))
     config = checked(override(before.model_dump(), changes))
     _refuse_other_settings(before, config, folder)
-    if (folder / "model" / "bundle.json").exists():
-        run = opened(folder)
-        if run.setup.rounds >= config.rounds:
-            _say(console, f"{folder} is finished: all of its {config.rounds} rounds are done")
-            return replace(run, scores=final_scores(folder))
+    if _is_finished(folder, config.rounds):
+        _say(console, f"{folder} is finished: all of its {config.rounds} rounds are done")
+        return replace(opened(folder), scores=final_scores(folder))
     return _trained(config, source_of(config), folder, console, resume=True)
+
+
+def _is_finished(folder: Path, num_rounds: int) -> bool:
+    if not (folder / "model" / "bundle.json").exists():
+        return False
+    return bool(bundle.load(folder / "model").about["rounds"] >= num_rounds)
 
 
 def _refuse_other_settings(before: Config, config: Config, folder: Path) -> None:

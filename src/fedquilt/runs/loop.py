@@ -1,0 +1,332 @@
+"""The loop: plan, let clients work, merge; evaluate and save on the way."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt.engines.engine import Engine
+from fedquilt.errors import CheckpointError, TrainingError, UpdateError
+from fedquilt.evaluation.accuracy import SizeScore, evaluate
+from fedquilt.federation.client import Client, Failure, Update, seed_of
+from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.federation.update import accept
+from fedquilt.methods.method import Method
+from fedquilt.runs import checkpoint
+from fedquilt.runs.checkpoint import Checkpoint
+from fedquilt.structure.cut import Params, shapes
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.trace import named_tensors
+
+
+@dataclass(frozen=True)
+class RoundStarted:
+    """A round begins, with this many tasks."""
+
+    round: int
+    phase: str
+    num_tasks: int
+
+
+@dataclass(frozen=True)
+class ClientDone:
+    """A client has answered, or failed for a reason."""
+
+    client: int
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class RoundDone:
+    """A round is over."""
+
+    round: int
+    phase: str
+    loss: float | None
+    num_clients: int
+    failures: tuple[Failure, ...]
+    bytes_down: int
+    bytes_up: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The model has been evaluated after a round; ``is_final`` at the end of the run."""
+
+    round: int
+    scores: tuple[SizeScore, ...]
+    is_final: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint has been written."""
+
+    round: int
+    path: Path
+
+
+Event = RoundStarted | ClientDone | RoundDone | Evaluated | Saved
+Watch = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """Watches nothing."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often things are done, in rounds; 0 means only at the end."""
+
+    evaluate_every: int = 0
+    checkpoint_every: int = 10
+
+
+@dataclass(eq=False)
+class Loop:
+    """One run in progress."""
+
+    setup: Setup
+    method: Method
+    engine: Engine
+    held_out: bool
+    testers: tuple[int, ...]
+    folder: Path | None = None
+    fingerprint: str = ""
+    pace: Pace = field(default_factory=Pace)
+    watch: Watch = ignore
+
+    def run(self, *, resume: bool = False) -> tuple[State, tuple[SizeScore, ...]]:
+        """Trains to the last round; the finished state and its scores."""
+        done = self._resumed() if resume else self._started()
+        last_saved = done.state.round
+        is_evaluated = self._trim_records(last_saved)
+        total = sum(p.rounds for p in self.method.phases(self.setup) if not p.is_closing)
+        try:
+            if not is_evaluated:  # stopped after the round, before its evaluation was recorded
+                self._evaluate_if_due(done.state, total)
+            while done.state.round < total:
+                done = self._round(done.state, self._phase_of(done.state.round))
+                self._evaluate_if_due(done.state, total)
+                if self._is_due(self.pace.checkpoint_every, done.state.round, total):
+                    self._save(done)
+                    last_saved = done.state.round
+                self._forget_old_states(done)
+        except KeyboardInterrupt:
+            if done.state.round > last_saved:
+                self._save(done)
+            raise
+        finished = self._finished(done.state)
+        return finished, self._evaluate(finished, is_final=True)
+
+    def _phase_of(self, round: int) -> Phase:
+        for phase in self.method.phases(self.setup):
+            if not phase.is_closing:
+                if round < phase.rounds:
+                    return phase
+                round -= phase.rounds
+        raise AssertionError("a round after the last phase")
+
+    @staticmethod
+    def _is_due(every: int, round: int, total: int) -> bool:
+        return round == total or (every > 0 and round > 0 and round % every == 0)
+
+    def _round(self, state: State, phase: Phase) -> Checkpoint:
+        """One communication round; the state after it, and what clients keep with it."""
+        started = time.perf_counter()
+        state = replace(state, phase=phase.name)
+        cohort = sample(self.setup.clients, phase.fraction, seed_of(self.setup.seed, state.round))
+        tasks = [task for c in cohort for task in self.method.plan(self.setup, state, c)]
+        self.watch(RoundStarted(state.round + 1, phase.name, len(tasks)))
+        ledger = _Ledger(self.setup.structure, state.params, self.watch)
+        merged = self.method.merge(self.setup, state, ledger.accepted(self.engine.run(tasks)))
+        ledger.refuse_silence(f"round {state.round + 1}")
+        done = RoundDone(
+            state.round + 1,
+            phase.name,
+            ledger.loss,
+            ledger.num_accepted,
+            tuple(ledger.failures),
+            sum(num_bytes(self.setup, s) for t in tasks for s in t.subnets),
+            ledger.bytes_up,
+            time.perf_counter() - started,
+        )
+        self._record(done)
+        return Checkpoint(replace(merged, round=state.round + 1), self.engine.kept())
+
+    def _finished(self, state: State) -> State:
+        """A copy of the state after the method's closing phases."""
+        for phase in self.method.phases(self.setup):
+            if phase.is_closing:
+                for _ in range(phase.rounds):
+                    state = replace(self._closing_round(state, phase), round=state.round)
+        return state
+
+    def _closing_round(self, state: State, phase: Phase) -> State:
+        state = replace(state, phase=phase.name)
+        seed = seed_of(self.setup.seed, state.round, 2)
+        cohort = sample(self.setup.clients, phase.fraction, seed)
+        tasks = [task for c in cohort for task in self.method.plan(self.setup, state, c)]
+        self.watch(RoundStarted(state.round, phase.name, len(tasks)))
+        ledger = _Ledger(self.setup.structure, state.params, self.watch)
+        merged = self.method.merge(self.setup, state, ledger.accepted(self.engine.run(tasks)))
+        ledger.refuse_silence(f"the {phase.name} phase after round {state.round}")
+        return merged
+
+    def _evaluate_if_due(self, state: State, total: int) -> None:
+        """An evaluation on the way; the one at the end is another matter."""
+        if state.round < total and self._is_due(self.pace.evaluate_every, state.round, total):
+            self._evaluate(self._finished(state), is_final=False)
+
+    def _evaluate(self, finished: State, *, is_final: bool) -> tuple[SizeScore, ...]:
+        started = time.perf_counter()
+        scores = tuple(
+            evaluate(
+                self.setup,
+                self.method,
+                finished,
+                self.engine,
+                held_out=self.held_out,
+                testers=self.testers,
+            )
+        )
+        self._record(Evaluated(finished.round, scores, is_final, time.perf_counter() - started))
+        return scores
+
+    def _save(self, done: Checkpoint) -> None:
+        if self.folder is not None:
+            path = checkpoint.save(self.folder / "checkpoints", done, self.fingerprint)
+            self.watch(Saved(done.state.round, path))
+
+    def _forget_old_states(self, done: Checkpoint) -> None:
+        """Of what clients keep, only this round's versions and the checkpoints' are needed."""
+        if done.kept:
+            saved = [] if self.folder is None else checkpoint.saved(self.folder / "checkpoints")
+            self.engine.forget_others(done.kept, *(checkpoint.kept_of(path) for path in saved))
+
+    def _started(self) -> Checkpoint:
+        return Checkpoint(self.method.start(self.setup), self.engine.kept())
+
+    def _resumed(self) -> Checkpoint:
+        assert self.folder is not None
+        found = checkpoint.saved(self.folder / "checkpoints")
+        if not found:
+            return self._started()  # stopped before the first checkpoint
+        restored = checkpoint.load(found[-1], self.fingerprint)
+        self.engine.restore(restored.kept)
+        return restored
+
+    def _record(self, event: RoundDone | Evaluated) -> None:
+        """Appends to the run's records; times apart, so that records of equal runs are equal."""
+        self.watch(event)
+        if self.folder is None:
+            return
+        record: dict[str, Any] = asdict(event)
+        timing = {
+            "round": record["round"],
+            "event": type(event).__name__,
+            "seconds": record.pop("seconds"),
+        }
+        try:
+            for name, line in (("metrics.jsonl", record), ("timing.jsonl", timing)):
+                with (self.folder / name).open("a") as file:
+                    file.write(json.dumps(line, sort_keys=True) + "\n")
+        except OSError as problem:
+            raise CheckpointError(
+                f"the records of round {event.round} could not be written to {self.folder} "
+                f"({problem}); make room and resume"
+            ) from problem
+
+    def _trim_records(self, round: int) -> bool:
+        """Forgets records of rounds that will be done again; whether this one was evaluated."""
+        path = None if self.folder is None else self.folder / "metrics.jsonl"
+        if path is None or not path.exists():
+            return False
+        kept, is_evaluated = [], False
+        for line in path.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break  # cut off in the middle of a line
+            if record["round"] <= round and not record.get("is_final"):
+                kept.append(line + "\n")
+                is_evaluated |= record["round"] == round and "scores" in record
+        try:
+            checkpoint.write_text(path, "".join(kept))
+        except OSError as problem:
+            raise CheckpointError(
+                f"{path} could not be written ({problem}); make room and resume"
+            ) from problem
+        return is_evaluated
+
+
+def sample(clients: tuple[Client, ...], fraction: float, seed: int) -> list[Client]:
+    """A random set of max(fraction · clients, 1) clients, in the order of their numbers."""
+    count = max(1, round(fraction * len(clients)))
+    chosen = np.random.default_rng(seed).permutation(len(clients))[:count]
+    return [clients[i] for i in sorted(chosen)]
+
+
+def num_bytes(setup: Setup, subnet: Subnet) -> int:
+    """Bytes of a subnet's tensors, as they travel."""
+    item = {n: t.element_size() for n, t in named_tensors(setup.model).items()}
+    return sum(math.prod(shape) * item[n] for n, shape in shapes(setup.structure, subnet).items())
+
+
+class _Ledger:
+    """Lets good updates through, refuses bad ones, and counts both."""
+
+    def __init__(self, structure: Structure, params: Params, watch: Watch) -> None:
+        self._structure, self._params, self._watch = structure, params, watch
+        self.failures: list[Failure] = []
+        self.num_accepted = 0
+        self.bytes_up = 0
+        self._loss = self._examples = 0.0
+
+    def accepted(self, results: Iterable[Update | Failure]) -> Iterator[Update]:
+        """The updates that were asked for, as they come."""
+        for result in results:
+            checked = self._checked(result)
+            if isinstance(checked, Failure):
+                self.failures.append(checked)
+                self._watch(ClientDone(checked.client, checked.reason))
+                continue
+            self.num_accepted += 1
+            self.bytes_up += sum(t.nbytes for part in checked.params for t in part.values())
+            if "loss" in checked.metrics:
+                self._loss += checked.metrics["loss"] * checked.metrics["examples"]
+                self._examples += checked.metrics["examples"]
+            self._watch(ClientDone(checked.client))
+            yield checked
+
+    def _checked(self, result: Update | Failure) -> Update | Failure:
+        if isinstance(result, Failure):
+            return result
+        try:
+            return accept(result, self._structure, self._params)
+        except UpdateError as problem:
+            return Failure(result.client, str(problem))
+
+    def refuse_silence(self, when: str) -> None:
+        """Raises if clients were asked and none of them gave a usable answer."""
+        if self.failures and not self.num_accepted:
+            raise TrainingError(
+                f"no client gave a usable answer in {when}; client {self.failures[0].client}: "
+                f"{self.failures[0].reason}"
+            )
+
+    @property
+    def loss(self) -> float | None:
+        """Mean training loss over examples, if it is a number."""
+        mean = self._loss / self._examples if self._examples else math.nan
+        return mean if math.isfinite(mean) else None

@@ -1,0 +1,277 @@
+"""Train a model over clients, and take smaller ones out of what was learned."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from fedquilt.customize import bundle
+from fedquilt.data.population import Population
+from fedquilt.engines.engine import Engine
+from fedquilt.engines.local import LocalEngine
+from fedquilt.errors import CheckpointError, ConfigError
+from fedquilt.evaluation.accuracy import SizeScore, evaluate
+from fedquilt.federation.client import Client
+from fedquilt.federation.state import Setup, State
+from fedquilt.methods.method import Method
+from fedquilt.runs.checkpoint import file_hash, read_tensors, saved, write_tensors
+from fedquilt.runs.loop import Loop, Pace, Watch, ignore
+from fedquilt.structure.budget import Budget, fit
+from fedquilt.structure.cut import build, load
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.trace import Example, arguments, named_tensors
+
+MakeEngine = Callable[[Setup, Population, Path | None], Engine]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A finished run: its model at any size, and its scores."""
+
+    setup: Setup
+    method: Method
+    state: State
+    scores: tuple[SizeScore, ...]
+    population: Population | None = None
+    folder: Path | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seed(self) -> int:
+        """The seed that the run can be repeated with."""
+        return self.setup.seed
+
+    def customize(self, width: float = 1.0, **limits: int) -> nn.Module:
+        """An ordinary module of a width, or the widest within limits (params, macs, memory, upload)."""
+        try:
+            budget = Budget(width, **limits)
+        except TypeError:
+            raise ConfigError(
+                f"a model is customized by width, params, macs, memory or upload, got {list(limits)}"
+            ) from None
+        found, _ = fit(self.setup.model, self.setup.structure, budget, self.setup.example)
+        subnet = self.method.subnet(self.setup, found)
+        small = build(self.setup.model, self.setup.structure, subnet, self.state.params).eval()
+        small.fedquilt_example = self.setup.example  # type: ignore[assignment]
+        small.fedquilt_width = found  # type: ignore[assignment]
+        return small
+
+    def evaluate(
+        self,
+        population: Population | None = None,
+        *,
+        widths: tuple[float, ...] | None = None,
+        workers: int | None = None,
+    ) -> list[SizeScore]:
+        """Scores of every size, or of the given widths, on the population's test data."""
+        people = population or self.population
+        if people is None:
+            raise ConfigError("this run was opened without its data; give evaluate(population)")
+        kept = {int(c): v for c, v in self.about.get("kept", {}).items()}
+        if kept and self.folder is None:
+            raise ConfigError(
+                "the clients' own models ended with the run, which was kept nowhere; its scores "
+                "are in run.scores, or train with out=..."
+            )
+        setup = self._with_clients(people.clients)
+        with closing(local_engine(workers)(setup, people, self._clients_folder())) as engine:
+            engine.restore(kept)
+            return evaluate(
+                setup,
+                self.method,
+                self.state,
+                engine,
+                held_out=people.held_out,
+                testers=people.testers,
+                widths=widths,
+            )
+
+    def _with_clients(self, clients: tuple[Client, ...]) -> Setup:
+        s = self.setup
+        return Setup(s.model, s.structure, s.example, clients, s.rounds, s.seed)
+
+    def _clients_folder(self) -> Path | None:
+        return None if self.folder is None else self.folder / "clients"
+
+
+def train(
+    model: nn.Module,
+    example: Example,
+    method: Method,
+    clients: Population,
+    rounds: int,
+    *,
+    seed: int = 0,
+    workers: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    exclude: tuple[str, ...] = (),
+    structure: Structure | None = None,
+    pace: Pace | None = None,
+    watch: Watch = ignore,
+    engine: MakeEngine | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Run:
+    """Trains a model over clients of any size.
+
+    ``example`` is an input like the clients' (its first axis is the batch). With ``out`` the run is kept in that
+    directory and can be resumed there. ``workers`` processes do the clients' work, one per core by
+    default; 0 means this process. The model given is left as it is.
+    """
+    if rounds < 1:
+        raise ConfigError(f"a run has at least one round, got {rounds}")
+    folder = None if out is None else prepared(Path(out), resume=resume)
+    model = copy.deepcopy(model)
+    _remember_initial(model, folder, resume=resume)
+    found = structure or Structure.trace(model, example, exclude=exclude)
+    setup = Setup(model, found, example, clients.clients, rounds, seed)
+    make = engine or local_engine(workers)
+    with closing(make(setup, clients, None if folder is None else folder / "clients")) as running:
+        loop = Loop(
+            setup,
+            method,
+            running,
+            clients.held_out,
+            clients.testers,
+            folder,
+            fingerprint(setup, method),
+            pace or Pace(),
+            watch,
+        )
+        state, scores = loop.run(resume=resume)
+        kept = {str(c): v for c, v in running.kept().items()}
+    described = {**_description(setup, method), **(about or {}), "kept": kept}
+    if folder is not None:
+        bundle.save(folder / "model", bundle.Bundle(state.params, described))
+    return Run(setup, method, state, scores, clients, folder, described)
+
+
+def local_engine(workers: int | None) -> MakeEngine:
+    """The engine of this machine, with one worker a core unless told otherwise."""
+    if workers is not None and workers < 0:
+        raise ConfigError(f"workers are 0 (this process) or more, got {workers}")
+    count = (
+        len(os.sched_getaffinity(0))
+        if workers is None and hasattr(os, "sched_getaffinity")
+        else workers
+    )
+    count = (os.cpu_count() or 1) if count is None else count
+
+    def make(setup: Setup, people: Population, folder: Path | None) -> LocalEngine:
+        return LocalEngine(setup.model, setup.structure, people.data, workers=count, folder=folder)
+
+    return make
+
+
+def prepared(folder: Path, *, resume: bool) -> Path:
+    """The run's directory, refused if that would overwrite one or if there is none to resume."""
+    has_run = (folder / "initial.safetensors").exists()
+    if resume and not has_run:
+        raise CheckpointError(f"{folder} holds no run to resume; start one with --out {folder}")
+    if not resume and folder.exists() and any(folder.iterdir()):
+        if has_run:
+            raise CheckpointError(
+                f"{folder} already holds a run; go on with it: --resume {folder}, or choose another --out"
+            )
+        found = {p.name for p in folder.iterdir()}
+        if not all(n == "config.toml" or _is_unfinished(n) for n in found):
+            raise CheckpointError(f"{folder} is not empty and holds no run; choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _is_unfinished(name: str) -> bool:
+    """Whether this is what a run left that was killed while it wrote its first file."""
+    return name.startswith(".") and name.endswith(".part")
+
+
+def _remember_initial(model: nn.Module, folder: Path | None, *, resume: bool) -> None:
+    """The first values of the model belong to the run: a resumed one starts from the same."""
+    if folder is None:
+        return
+    path = folder / "initial.safetensors"
+    if resume:
+        try:
+            load(model, read_tensors(path, file_hash(path)))
+        except (KeyError, RuntimeError) as problem:
+            raise CheckpointError(
+                f"{folder} was started with another model ({problem})"
+            ) from problem
+    else:
+        part = path.with_name(".initial.part")
+        try:
+            write_tensors(part, named_tensors(model))
+            part.replace(path)
+        except (OSError, SafetensorError) as problem:
+            part.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"the run could not be started in {folder} ({problem}); make room"
+            ) from problem
+
+
+def fingerprint(setup: Setup, method: Method) -> str:
+    """What must be the same for a run to be resumed: model, method, clients and seed."""
+    parts = [
+        sorted(setup.structure.shapes.items()),
+        setup.structure.describe(),
+        repr(method),
+        [repr(c) for c in setup.clients],
+        setup.seed,
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _description(setup: Setup, method: Method) -> dict[str, Any]:
+    return {
+        "seed": setup.seed,
+        "rounds": setup.rounds,
+        "method": repr(method),
+        "sizes": list(method.sizes(setup)),
+        "example": [
+            {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
+            for x in arguments(setup.example)
+        ],
+    }
+
+
+def open_run(
+    folder: Path, model: nn.Module, method: Method, *, exclude: tuple[str, ...] = ()
+) -> Run:
+    """A finished run from its directory, for the model it was trained with."""
+    found = bundle.load(folder / "model")
+    example = tuple(
+        torch.zeros(x["shape"], dtype=getattr(torch, x["dtype"])) for x in found.about["example"]
+    )
+    structure = Structure.trace(model, example, exclude=exclude)
+    if {n: tuple(t.shape) for n, t in found.params.items() if "@" not in n} != dict(
+        structure.shapes
+    ):
+        raise CheckpointError(f"{folder} was trained with another model; give the one it was")
+    people = tuple(Client(i, 1, (), Budget(w)) for i, w in enumerate(found.about["sizes"]))
+    setup = Setup(
+        model,
+        structure,
+        example if len(example) > 1 else example[0],
+        people,
+        found.about["rounds"],
+        found.about["seed"],
+    )
+    state = State(setup.rounds, "", found.params)
+    return Run(setup, method, state, (), None, folder, found.about)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint of a run."""
+    found = saved(folder / "checkpoints")
+    return found[-1] if found else None
