@@ -2,7 +2,7 @@
 
     python benchmarks/common_work.py FOLDER [--rounds 5] [--pfl VENV] [--flower VENV]
 
-FOLDER holds ``work.py`` (the net, the data and which images each client has) and the peers' scripts.
+FOLDER holds ``work.py`` (the net, the data, which images each client has) and the peers' scripts.
 Each contestant runs in turn, in a process of its own, on the same machine in one sitting; printed
 are seconds a round (median) and ratios to pfl-research.
 """
@@ -59,9 +59,7 @@ def ours(work: ModuleType, width: float, rounds: int, workers: int) -> float:
             times.append(event.seconds)
 
     method = InTurn(fq.FedAvg(settings, fraction=1.0), work.COHORT)
-    fq.train(
-        work.Net(width), x[:1], method, people, rounds + 1, workers=workers, watch=watch
-    )
+    fq.train(work.Net(width), x[:1], method, people, rounds + 1, workers=workers, watch=watch)
     return statistics.median(times[1:])
 
 
@@ -91,7 +89,8 @@ def main() -> None:
     for width in WIDTHS:
         rounds = str(options.rounds)
         me = [sys.executable, str(Path(__file__).resolve()), str(folder), "--rounds", rounds]
-        row = {"width": width, "fedquilt": peer([*me, "--workers", str(options.workers), "--ours", str(width)], folder)}
+        mine = [*me, "--workers", str(options.workers), "--ours", str(width)]
+        row = {"width": width, "fedquilt": peer(mine, folder)}
         if options.pfl:
             python = str(options.pfl.resolve() / "bin" / "python")
             row["pfl-research"] = peer([python, "pfl_peer.py", rounds, str(width)], folder)

@@ -38,9 +38,7 @@ def work() -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.randint(10, (count,), generator=generator)
 
 
-def bare_round(
-    model: CNN, structure: fq.Structure, width: float
-) -> Callable[[], object]:
+def bare_round(model: CNN, structure: fq.Structure, width: float) -> Callable[[], object]:
     """The floor: one module, plain SGD, a running sum; nothing else."""
     x, y = work()
     subnet = structure.subnet(width)
@@ -53,7 +51,10 @@ def bare_round(
         for client in range(CLIENTS):
             load(small, start)
             sgd = torch.optim.SGD(
-                small.parameters(), SETTINGS.lr, SETTINGS.momentum, weight_decay=SETTINGS.weight_decay
+                small.parameters(),
+                SETTINGS.lr,
+                SETTINGS.momentum,
+                weight_decay=SETTINGS.weight_decay,
             )
             for rows in torch.arange(client * EXAMPLES, (client + 1) * EXAMPLES).split(BATCH):
                 sgd.zero_grad()
@@ -74,7 +75,8 @@ def our_round(
 
     def round() -> object:
         tasks = [t for c in setup.clients for t in method.plan(setup, state, c)]
-        return method.merge(setup, state, (u for u in engine.run(tasks) if isinstance(u, fq.Update)))
+        updates = (u for u in engine.run(tasks) if isinstance(u, fq.Update))
+        return method.merge(setup, state, updates)
 
     return round
 

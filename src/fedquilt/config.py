@@ -38,6 +38,7 @@ class DataSection(_Section):
     source: str = "digits"
     partition: str = "iid"
     clients: int | None = Field(10, ge=1)
+    augment: str | None = None  # of training images; None: as usual for the source
     budgets: str | tuple[float | dict[str, float], ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
 
@@ -212,7 +213,10 @@ def _default_optimiser(factory: Callable[..., Method]) -> Optimiser:
 
 def source_of(config: Config) -> Source:
     """The data that the settings name."""
-    return load(config.data.source)
+    source = load(config.data.source)
+    if config.data.augment is None:
+        return source
+    return replace(source, train=replace(source.train, augment=config.data.augment))
 
 
 def population_of(config: Config, source: Source) -> Population:

@@ -5,6 +5,7 @@ A net whose statistics run over channels can also be constructed at the sizes of
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from fedquilt.structure.groups import Structure
 
 IMAGE = torch.zeros(2, 3, 8, 8)
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
@@ -716,3 +719,11 @@ def roughened(model: nn.Module, seed: int = 0) -> nn.Module:
             if tensor.is_floating_point() and tensor.isfinite().all():
                 tensor.add_(0.1 * torch.rand(tensor.shape, generator=generator))
     return model.eval()
+
+
+@functools.cache
+def structured(name: str) -> tuple[nn.Module, Structure]:
+    """A net of the zoo, ready for evaluation, and its structure."""
+    torch.manual_seed(0)
+    model = roughened(ZOO[name].make())
+    return model, Structure.trace(model, ZOO[name].example)

@@ -10,15 +10,13 @@ from fedquilt.errors import StructureError
 from fedquilt.structure.check import check
 from fedquilt.structure.groups import Group, Span, Structure
 
-from .nets import ZOO
+from .nets import ZOO, structured
 
 NAMES = ["plain cnn", "residual", "mobile", "dense", "mlp", "gru", "chunked attention", "encoder"]
 
 
 def traced(name: str) -> tuple:
-    case = ZOO[name]
-    model = case.make()
-    return model, Structure.trace(model, case.example), case.example
+    return *structured(name), ZOO[name].example
 
 
 def with_axis(

@@ -15,8 +15,9 @@ from fedquilt.errors import StructureError
 from fedquilt.structure.check import masked
 from fedquilt.structure.cut import build
 from fedquilt.structure.groups import Structure, follows, leading
+from fedquilt.structure.trace import tensors_in
 
-from .nets import CLASSES, IMAGE, TOKENS, VECTOR, ZOO, inputs_for, roughened
+from .nets import CLASSES, VECTOR, ZOO, inputs_for, roughened, structured
 
 WITH_CLASSES = sorted(ZOO.keys() - {"generator", "u-net", "super-resolution"})
 
@@ -40,22 +41,16 @@ def structure() -> Structure:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_inputs_and_outputs_are_never_cut(name):
-    case = ZOO[name]
-    model = case.make().eval()
-    structure = Structure.trace(model, case.example)
+    model, structure = structured(name)
+    inputs = inputs_for(ZOO[name].example)
     small = build(model, structure, structure.subnet(0.01))
-    inputs = inputs_for(case.example)
-    first, second = small(*inputs), model(*inputs)
-    if isinstance(first, dict):
-        assert [v.shape for v in first.values()] == [v.shape for v in second.values()]
-    else:
-        assert first.shape == second.shape
+    few, all_of_them = (tensors_in(net(*inputs)) for net in (small, model))
+    assert [out.shape for out in few] == [out.shape for out in all_of_them]
 
 
 @pytest.mark.parametrize("name", WITH_CLASSES)
 def test_classes_are_a_group_of_their_own_whose_rows_are_in_order(name):
-    case = ZOO[name]
-    structure = Structure.trace(case.make(), case.example)
+    _, structure = structured(name)
     group = structure.groups[structure.classes]
     assert not group.is_cut
     rows = [axes[0] for axes in structure.axes.values() if axes and follows(axes[0], group.name)]
@@ -235,27 +230,26 @@ def test_noise_that_the_model_draws_disturbs_nothing():
 
 
 def test_a_number_that_no_output_depends_on_is_no_scale():
-    model, example = ZOO["attention with attributes, equal numbers"].make(), IMAGE
-    found = {size.attribute for size in Structure.trace(model, example).sizes}
+    _, structure = structured("attention with attributes, equal numbers")
+    found = {size.attribute for size in structure.sizes}
     assert "scale" in found
     assert not found & {"drop_rate", "heads"}
 
 
 def test_unused_parameters_are_shared_whole():
-    structure = Structure.trace(ZOO["unused parameter"].make(), VECTOR)
+    _, structure = structured("unused parameter")
     assert structure.axes["spare"] == (None, None)
 
 
 def test_words_of_an_embedding_are_never_cut():
-    case = ZOO["gru"]
-    structure = Structure.trace(case.make(), TOKENS)
+    _, structure = structured("gru")
     words, features = structure.axes["embed.weight"]
     assert not structure.groups[words[0].group].is_cut
     assert structure.groups[features[0].group].is_cut
 
 
 def test_running_statistics_are_known():
-    structure = Structure.trace(ZOO["plain cnn"].make(), IMAGE)
+    _, structure = structured("plain cnn")
     assert structure.statistics == {
         f"{layer}.running_{kind}" for layer in (1, 5) for kind in ("mean", "var")
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,17 +27,11 @@ from .nets import (
     head,
     inputs_for,
     roughened,
+    structured,
     vit_at,
 )
 
 few = settings(max_examples=6, deadline=None)
-
-
-@functools.cache
-def structured(name: str) -> tuple[nn.Module, Structure]:
-    torch.manual_seed(0)
-    model = roughened(ZOO[name].make())
-    return model, Structure.trace(model, ZOO[name].example)
 
 
 def some_channels(structure: Structure, width: float | None, seed: int) -> Subnet:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch_pruning as tp
@@ -9,7 +11,7 @@ from torch import nn
 
 from fedquilt.structure.groups import Structure
 
-from .nets import EXACT
+from .nets import EXACT, structured
 
 Cell = tuple[str, int, int]  # tensor, axis, position
 
@@ -77,23 +79,22 @@ def pruned_cells(
 @pytest.mark.filterwarnings("ignore")  # torch-pruning's own
 @pytest.mark.parametrize("name", AGREED)
 def test_groups_agree_with_torch_pruning(name):
-    model, example = EXACT[name].make().eval(), EXACT[name].example
-    structure = Structure.trace(model, example)
+    model, structure = structured(name)
     output = {"u-net": "out"}.get(name, structure.classes)
-    assert our_channels(structure) == their_channels(model, example, {output})
+    assert our_channels(structure) == their_channels(
+        copy.deepcopy(model), EXACT[name].example, {output}
+    )
 
 
 def test_both_directions_of_an_lstm_follow_one_group_in_its_consumer():
-    case = EXACT["bidirectional lstm"]
-    structure = Structure.trace(case.make(), case.example)
+    _, structure = structured("bidirectional lstm")
     (axis,) = (a for a in structure.axes["fc.weight"] if a and a[0].group != structure.classes)
     assert [c for span in axis for c in span.channels] == [*range(6), *range(6)]
     assert {span.group for span in axis} == {"rnn.weight_ih_l0"}
 
 
 def test_a_tied_tensor_is_listed_once_and_has_one_group_on_each_axis():
-    case = EXACT["tied words"]
-    structure = Structure.trace(case.make(), case.example)
+    _, structure = structured("tied words")
     assert "decode.weight" not in structure.axes
     words, features = structure.axes["embed.weight"]
     assert words[0].group == structure.classes

@@ -14,7 +14,7 @@ from fedquilt.structure.groups import STATISTICS, Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 
-from .nets import EXACT, IMAGE, TOKENS, ZOO, plain_cnn, roughened
+from .nets import EXACT, IMAGE, TOKENS, ZOO, plain_cnn, roughened, structured
 
 names = st.text(min_size=1, max_size=12)
 channels = st.sets(st.integers(0, 300), min_size=1, max_size=40)
@@ -106,8 +106,7 @@ def test_taking_copies_and_leaves_its_argument_as_it_was(cnn, structure, width):
 
 @pytest.mark.parametrize("name", ZOO)
 def test_a_built_subnet_is_smaller_and_shares_no_memory_with_the_model(name):
-    model = ZOO[name].make()
-    structure = Structure.trace(model, ZOO[name].example)
+    model, structure = structured(name)
     small = build(model, structure, structure.subnet(0.5))
     count, whole = (sum(p.numel() for p in m.parameters()) for m in (small, model))
     assert count < whole
@@ -128,7 +127,7 @@ def test_half_the_width_has_the_parameters_of_the_net_constructed_so(cnn, struct
 @pytest.mark.parametrize("is_training", [True, False])
 def test_tracing_leaves_model_and_random_numbers_as_they_were(name, is_training):
     model = EXACT[name].make().train(is_training)
-    model[0].eval() if isinstance(model, nn.Sequential) else None
+    next(model.children()).eval()
     flags = [m.training for m in model.modules()]
     before = {n: t.clone() for n, t in named_tensors(model).items()}
     identities = [id(p) for p in model.parameters()]

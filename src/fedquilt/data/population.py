@@ -64,7 +64,7 @@ def clients(
     the test examples.
     """
     if _is_per_client(train):
-        own = [as_examples(d) for d in train]
+        own = [_examples(number, data) for number, data in enumerate(train)]
         tests = [as_examples(d) for d in test] if _is_per_client(test) else []
         if tests and len(tests) != len(own):
             raise DataError(
@@ -83,6 +83,13 @@ def clients(
     )
 
 
+def _examples(number: int, data: Any) -> ClientData:
+    rows = data[0] if isinstance(data, tuple) and data else data
+    if hasattr(rows, "__len__") and len(rows) == 0:
+        raise DataError(f"client {number} has no data; give it some, or leave the client out")
+    return as_examples(data)
+
+
 def _is_per_client(data: Any) -> bool:
     if not isinstance(data, (list, tuple)):
         return False
@@ -99,13 +106,16 @@ def _indices(
     groups: tuple[Sequence[int] | None, Sequence[int] | None],
 ) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.int64]]]:
     labels = np.asarray(whole.labels)
+    test_groups = None if groups[1] is None else np.asarray(groups[1])
+    if shared is None and groups[0] is not None:
+        test_groups = np.zeros(0, np.int64)
     if not isinstance(partition, str):
         return from_flwr(partition, labels), []
     return parse(partition).split(
         labels,
         None if groups[0] is None else np.asarray(groups[0]),
         np.zeros(0, np.int64) if shared is None else np.asarray(shared.labels),
-        None if groups[1] is None else np.asarray(groups[1]),
+        test_groups,
         count,
         seed,
     )
@@ -117,12 +127,6 @@ def _population(
     shared: ClientData | None,
     budgets: Mix,
 ) -> Population:
-    for number, examples in enumerate(train):
-        if len(examples) == 0:
-            raise DataError(
-                f"client {number} has no data; give it some, take fewer clients, "
-                "or another partition"
-            )
     dealt = deal(budgets, len(train))
     found = tuple(
         Client(i, len(examples), examples.label_set, budget)

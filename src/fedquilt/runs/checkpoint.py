@@ -19,6 +19,7 @@ from fedquilt.errors import CheckpointError
 from fedquilt.federation.state import State
 
 FORMAT, VERSION = "fedquilt-checkpoint", 1
+KEYS = ("fingerprint", "kept", "memory", "phase", "round", "sha256")
 KEPT = 2  # checkpoints that stay
 
 
@@ -53,7 +54,7 @@ def save(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
         sync(folder)
-    except (OSError, SafetensorError) as problem:
+    except OSError as problem:
         shutil.rmtree(part, ignore_errors=True)
         raise CheckpointError(
             f"the checkpoint of round {state.round} could not be written to {folder} ({problem}); "
@@ -105,12 +106,18 @@ def _read_about(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has version {about.get('version')}, this fedquilt reads version {VERSION}"
         )
+    missing = [key for key in KEYS if key not in about]
+    if missing:
+        raise CheckpointError(f"{path} is damaged: its state.json has no '{missing[0]}'")
     return about
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes tensors to disk for good; their hash."""
-    save_file({n: t.detach().contiguous() for n, t in tensors.items()}, path)
+    """Writes tensors to disk for good; their hash. Raises an OSError if there is no room."""
+    try:
+        save_file({n: t.detach().contiguous() for n, t in tensors.items()}, path)
+    except SafetensorError as problem:  # its way to say that the system refused
+        raise OSError(str(problem)) from problem
     sync(path)
     return file_hash(path)
 

@@ -224,6 +224,7 @@ class Loop:
             return self._started()  # stopped before the first checkpoint
         restored = checkpoint.load(found[-1], self.fingerprint)
         self.engine.restore(restored.kept)
+        self._forget_old_states(restored)
         return restored
 
     def _record(self, event: RoundDone | Evaluated) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from fedquilt.customize import bundle
@@ -213,7 +212,7 @@ def _remember_initial(model: nn.Module, folder: Path | None, *, resume: bool) ->
         try:
             write_tensors(part, named_tensors(model))
             part.replace(path)
-        except (OSError, SafetensorError) as problem:
+        except OSError as problem:
             part.unlink(missing_ok=True)
             raise CheckpointError(
                 f"the run could not be started in {folder} ({problem}); make room"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -472,11 +473,9 @@ def _check_trace_of_subnet(
     choices: Choices,
 ) -> None:
     differ: list[str] = []
-    for width in (0.5, 0.75):  # at either: sizes that happen to be equal at one look like one size
-        few = {
-            g: min(1.0, max(width, 2 / structure.groups[g].size)) for g in structure.cut_groups()
-        }
-        subnet = structure.subnet(few)
+    for some in (_half, _all_but_one):  # at one of them sizes may be equal by chance
+        sizes = {group: structure.groups[group].size for group in structure.cut_groups()}
+        subnet = Subnet.of({group: range(some(size)) for group, size in sizes.items()})
         found, _ = traced(build(model, structure, subnet), example, exclude, choices)
         differ = [
             name
@@ -490,6 +489,14 @@ def _check_trace_of_subnet(
         f"a subnet of this model reads '{differ[0]}' differently from the model itself; exclude "
         "the module around it, or give the axes with Structure.declare(...)"
     )
+
+
+def _half(size: int) -> int:
+    return max(math.ceil(size / 2), min(2, size - 1))  # several, to be told apart, but not all
+
+
+def _all_but_one(size: int) -> int:
+    return size - 1
 
 
 def _places(axis: Axis | None, structure: Structure, subnet: Subnet) -> list[int] | None:

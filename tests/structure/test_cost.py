@@ -1,0 +1,125 @@
+"""Costs are computed without training; here they are counted by hand or measured for real."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedquilt.errors import BudgetError
+from fedquilt.models import make
+from fedquilt.structure.budget import Budget, fit
+from fedquilt.structure.cost import Ledger, cost
+from fedquilt.structure.cut import build
+from fedquilt.structure.groups import STATISTICS, Structure
+
+IMAGE = torch.zeros(1, 3, 12, 12)
+
+
+@pytest.fixture(scope="module")
+def net():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 16, 10),
+    )
+    return model, Structure.trace(model, IMAGE)
+
+
+def test_parameters_bytes_and_macs_are_those_counted_by_hand(net):
+    model, structure = net
+    found = cost(model, structure, structure.subnet(0.5), IMAGE)
+    conv1, conv2, linear = 3 * 4 * 9, 4 * 8 * 9, 8 * 16 * 10
+    params = (conv1 + 4) + (4 + 4) + (conv2 + 8) + (linear + 10)
+    assert found.params == params
+    assert found.bytes == 4 * (params + 4 + 4) + 8  # statistics, and the int64 counter
+    assert found.macs == conv1 * 12 * 12 + conv2 * 4 * 4 + linear
+
+
+def test_tensors_left_out_are_not_sent(net):
+    model, structure = net
+    whole, less = structure.subnet(0.5), structure.subnet(0.5).leaving(STATISTICS)
+    saved = cost(model, structure, whole, IMAGE).bytes - cost(model, structure, less, IMAGE).bytes
+    assert saved == 2 * 4 * 4  # mean and variance of four channels
+
+
+def test_attention_is_counted_as_its_matrix_products():
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = nn.Sequential(nn.Linear(5, 16), layer, nn.Linear(16, 3))
+    example, length = torch.zeros(1, 7, 5), 7
+    structure = Structure.trace(model, example)
+    linear = length * (5 * 16 + 4 * 16 * 16 + 2 * 16 * 32 + 16 * 3)
+    assert cost(model, structure, structure.subnet(), example).macs == linear + 2 * length**2 * 16
+
+
+@pytest.mark.parametrize("width", [1.0, 0.5, 0.2])
+@pytest.mark.parametrize("name", ["heterofl-cnn", "heterofl-resnet18", "mlp"])
+def test_predicted_memory_is_within_a_quarter_of_a_real_step(name, width):
+    example = (
+        torch.zeros(1, 1, 28, 28) if name != "heterofl-resnet18" else torch.zeros(1, 3, 32, 32)
+    )
+    model = make(name, {})
+    structure = Structure.trace(model, example)
+    predicted = cost(model, structure, structure.subnet(width), example, batch_size=16).memory
+    assert predicted == pytest.approx(real_step(model, structure, width, example), rel=0.25)
+
+
+def real_step(model, structure, width, example):
+    """Bytes alive at the worst moment of a second step with momentum, on real tensors."""
+    small = build(model, structure, structure.subnet(width)).train()
+    x = torch.randn(16, *example.shape[1:])
+    y = torch.randint(10, (16,))
+    ledger = Ledger()
+    with ledger:
+        sgd = torch.optim.SGD(small.parameters(), 0.1, momentum=0.9)
+        for _ in range(2):
+            sgd.zero_grad()
+            F.cross_entropy(small(x), y).backward()
+            sgd.step()
+    return ledger.peak + x.nbytes + sum(t.nbytes for t in small.state_dict().values())
+
+
+def test_costing_leaves_the_model_alone(net):
+    model, structure = net
+    before = copy.deepcopy(model.state_dict())
+    cost(model, structure, structure.subnet(0.3), IMAGE)
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    assert all(p.device.type == "cpu" and p.grad is None for p in model.parameters())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(["params", "macs", "memory", "upload"]), st.floats(0.05, 1.2), st.data())
+def test_fit_finds_the_widest_subnet_within_the_limit(net, kind, share, data):
+    model, structure = net
+    field = {"upload": "bytes"}.get(kind, kind)
+
+    def price(width):
+        return getattr(cost(model, structure, structure.subnet(width), IMAGE), field)
+
+    limit = max(int(price(1.0) * share), price(1 / 16))
+    width, subnet = fit(model, structure, Budget(**{kind: limit}), IMAGE)
+    assert price(width) <= limit
+    assert subnet == structure.subnet(width)
+    wider = [k / 16 for k in range(1, 17) if k / 16 > width]
+    assert not wider or price(wider[0]) > limit
+
+
+def test_a_budget_that_nothing_meets_names_the_smallest_cost(net):
+    model, structure = net
+    with pytest.raises(BudgetError, match=r"smallest possible costs Cost\(params="):
+        fit(model, structure, Budget(params=5), IMAGE)
+
+
+@pytest.mark.parametrize("wrong", [{"width": 0}, {"width": -1}, {"width": 2}, {"params": 0}])
+def test_budgets_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(BudgetError, match="got"):
+        Budget(**wrong)
