@@ -50,7 +50,7 @@ def main() -> None:
             count=8,
             budgets=[1, 0.5, 0.25],
         ),
-        rounds=4,
+        rounds=3,
         workers=0,
     )
     for score in run.scores:

@@ -51,7 +51,6 @@ from fedquilt.runs.run import Run
 from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cost import cost as cost_of
 from fedquilt.structure.groups import Structure
-from fedquilt.structure.trace import Example, arguments
 
 IMAGES = {"heterofl-cnn": (1, 28, 28), "mlp": (1, 28, 28)}  # what the papers feed these nets
 COLOUR_IMAGES = (3, 32, 32)  # and all others
@@ -281,7 +280,7 @@ def customize(
     found = float(small.fedquilt_width)  # type: ignore[arg-type]
     facts = _facts(run, found)
     kept = {**facts, "config": run.about["config"]}
-    written = export(small, out, _probe(run.setup.example), about=kept)
+    written = export(small, out, about=kept)
     facts = {"path": str(written), "bytes": written.stat().st_size, "checked": True, **facts}
     if as_json:
         _print_json(facts)
@@ -559,19 +558,6 @@ def _facts(run: Run, width: float) -> dict[str, Any]:
         "is_trained_size": width in about["sizes"],
         "statistics_of": subnet.owner or None,
     }
-
-
-def _probe(example: Example) -> tuple[Any, ...]:
-    """Inputs to compare outputs on: two examples, so that files take any number, and not zeros."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        pair = x[:1].expand(2, *x.shape[1:]).contiguous()
-        return torch.randn(pair.shape, generator=generator) if x.is_floating_point() else pair
-
-    return tuple(drawn(x) for x in arguments(example))
 
 
 def _describe(run: Run, facts: Mapping[str, Any]) -> None:

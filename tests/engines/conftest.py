@@ -33,9 +33,7 @@ def structure() -> Structure:
 
 
 @pytest.fixture
-def engine(
-    places: tuple[Path, Path], structure: Structure
-) -> Iterator[Callable[..., LocalEngine]]:
+def engine(places: tuple[Path, Path], structure: Structure) -> Iterator[Callable[..., LocalEngine]]:
     """Makes engines; afterwards no process may be left."""
     made: list[LocalEngine] = []
 

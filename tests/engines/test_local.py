@@ -88,7 +88,11 @@ def bits(results: list[Update | Failure]) -> list[object]:
     return [
         r
         if isinstance(r, Failure)
-        else (r.client, r.subnets, [{n: t.numpy().tobytes() for n, t in p.items()} for p in r.params])
+        else (
+            r.client,
+            r.subnets,
+            [{n: t.numpy().tobytes() for n, t in p.items()} for p in r.params],
+        )
         for r in results
     ]
 
@@ -134,7 +138,8 @@ def test_a_worker_killed_from_outside_in_mid_task_changes_nothing(engine, undist
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("kill", "ended by SIGKILL twice.*memory"), ("exit", "twice with exit code 3")]
+    ("how", "said"),
+    [("kill", "ended by SIGKILL twice.*memory"), ("exit", "twice with exit code 3")],
 )
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_client_that_loses_two_workers_has_failed_and_the_others_go_on(
@@ -228,9 +233,14 @@ def test_nothing_is_left_after_an_exception_in_the_middle_of_a_round(engine, pla
     recipe = Drift(str(tmp_path), culprit=5, times=1, how="hang")
     made = engine(2)
     results = made.run(tasks(recipe))
-    with pytest.raises(RuntimeError), made:
-        next(results)
-        raise RuntimeError("the server has a problem")
+    next(results)
+
+    def serve() -> None:
+        with made:
+            raise RuntimeError("the server has a problem")
+
+    with pytest.raises(RuntimeError, match="problem"):
+        serve()
     assert nothing_left(places)  # although the results are still in somebody's hands
     results.close()
     assert nothing_left(places)

@@ -43,7 +43,10 @@ def structure() -> Structure:
 def params() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     found = {}
-    for name, tensor in {**dict(Table().named_parameters()), **dict(Table().named_buffers())}.items():
+    for name, tensor in {
+        **dict(Table().named_parameters()),
+        **dict(Table().named_buffers()),
+    }.items():
         if tensor.is_floating_point():
             found[name] = torch.randn(tensor.shape, generator=generator)
         else:

@@ -109,7 +109,9 @@ def cell_by_cell(params: dict[str, Tensor], updates: list[Update]) -> dict[str, 
     return expected
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(cohort=cohorts(), has_own=st.booleans())
 def test_average_is_the_mean_over_holders_cell_by_cell(structure, params, cohort, has_own):
     if has_own:  # a tensor of a subnet's own that was trained before
@@ -122,7 +124,9 @@ def test_average_is_the_mean_over_holders_cell_by_cell(structure, params, cohort
         np.testing.assert_allclose(found[name].double().numpy(), values, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(cohort=cohorts())
 def test_integers_and_booleans_stay_the_servers(structure, params, cohort):
     found = average(params, structure, made(structure, params, cohort))

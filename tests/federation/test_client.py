@@ -50,7 +50,9 @@ def test_everyone_is_sampled_equally_often():
     assert all(abs(hits[c.id] - 500) < 6 * 19.4 for c in CLIENTS)
 
 
-@pytest.mark.parametrize(("count", "fraction", "expected"), [(100, 0.1, 10), (7, 0.1, 1), (3, 1, 3)])
+@pytest.mark.parametrize(
+    ("count", "fraction", "expected"), [(100, 0.1, 10), (7, 0.1, 1), (3, 1, 3)]
+)
 def test_the_cohort_is_the_papers(count, fraction, expected):
     """HeteroFL, Algorithm 1: M_t = max(C · M, 1)."""
     clients = tuple(Client(i, 1) for i in range(count))

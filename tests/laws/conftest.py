@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -172,5 +172,5 @@ def case(request: pytest.FixtureRequest, setup: Setup) -> Case:
 
 
 @pytest.fixture
-def case_names() -> Iterator[set[str]]:
-    yield {name.split()[0] for name in METHODS}
+def case_names() -> set[str]:
+    return {name.split()[0] for name in METHODS}

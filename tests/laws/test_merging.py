@@ -134,9 +134,9 @@ def test_subnets_that_come_back_unchanged_change_nothing(case, closing):
         own = take(merged, structure, subnet)
         assert case.bits(own) == case.bits(take(state.params, structure, subnet))
         for name in own:  # and what is a subnet's own exists under its owner's name
-            assert source_name(name, structure, subnet) in merged or not own[
-                name
-            ].is_floating_point()
+            assert (
+                source_name(name, structure, subnet) in merged or not own[name].is_floating_point()
+            )
 
 
 def live_bytes() -> int:

@@ -38,15 +38,14 @@ def interrupted(after: int):
     return watch
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_stopped_and_resumed_is_the_same_as_uninterrupted(case, tmp_path, seed):
+def test_stopped_and_resumed_is_the_same_as_uninterrupted(case, tmp_path):
     pace = Pace(evaluate_every=1, checkpoint_every=2)
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     with case.engine(folder=tmp_path / "whole" / "clients") as engine:
         expected, scores, events = case.run(engine, tmp_path / "whole", pace=pace)
     most = max(sum(isinstance(e, ClientDone) for e in events) // 3, 8)
-    draw = random.Random(seed)
+    draw = random.Random(0)
     for attempt in range(40):
         try:
             with case.engine(folder=tmp_path / "cut" / "clients") as engine:
@@ -183,7 +182,8 @@ SPOILS = {
 
 @pytest.mark.parametrize("how", SPOILS)
 def test_bad_updates_are_refused_named_and_counted_and_the_round_goes_on(case, how):
-    short = replace(case, setup=replace(case.setup, rounds=1))
+    people = replace(case.people, test={})  # nothing to evaluate, which takes longest
+    short = replace(case, setup=replace(case.setup, rounds=1), people=people)
     found = []
     for lose in (False, True):
         with case.engine() as engine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +81,15 @@ def population() -> Population:
     train = {c.id: drawn(c.labels, 16, c.id) for c in clients}
     test = {c.id: drawn(c.labels, 5, 10 + c.id) for c in clients}
     return Population(clients, train, {**test, SERVER: drawn((0, 1, 2, 3), 12, 99)})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Nets this small only wait for each other's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

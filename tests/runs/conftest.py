@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -134,10 +135,21 @@ class Net(nn.Module):
         super().__init__()
         self.hidden = nn.Linear(5, 8)
         self.norm = nn.BatchNorm1d(8)
-        self.classifier = nn.Linear(8, 3)
+        self.deeper = nn.Linear(8, 6)
+        self.classifier = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(torch.relu(self.norm(self.hidden(x))))
+        x = torch.relu(self.norm(self.hidden(x)))
+        return self.classifier(torch.relu(self.deeper(x)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Nets this small only wait for each other's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -197,9 +209,7 @@ def interrupting() -> Callable[..., Callable[[Any], None]]:
 @pytest.fixture
 def kill() -> Callable[[int], None]:
     def now(pid: int, sign: int = signal.SIGKILL) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, sign)
-        except ProcessLookupError:
-            pass
 
     return now

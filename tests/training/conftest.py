@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +37,15 @@ def examples(labels: tuple[int, ...], count: int, seed: int) -> Any:
     x = torch.randn(count, 1, 5, 5, generator=generator)
     y = torch.tensor([labels[i % len(labels)] for i in range(count)])
     return as_examples((x, y))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Nets this small only wait for each other's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

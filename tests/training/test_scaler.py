@@ -59,9 +59,10 @@ def test_nothing_is_scaled_in_evaluation(net, structure, params):
 
 def test_nothing_stays_on_the_module_even_after_a_failure(net, structure, params):
     module = build(net, structure, structure.subnet(0.5), params).train()
-    with pytest.raises(RuntimeError), scaled(module, structure):
+    with scaled(module, structure):
         assert any(m._forward_hooks for m in module.modules())
-        module(torch.zeros(1, 2, 5, 5))  # wrong number of channels
+    with pytest.raises(RuntimeError, match="channels"), scaled(module, structure):
+        module(torch.zeros(1, 2, 5, 5))
     assert not any(m._forward_hooks for m in module.modules())
 
 

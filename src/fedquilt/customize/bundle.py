@@ -42,8 +42,8 @@ def load(folder: Path) -> Bundle:
     path = folder / "bundle.json"
     if not path.exists():
         raise CheckpointError(
-            f"{folder.parent} holds no finished model; "
-            f"finish the run: fedquilt train --resume {folder.parent}"
+            f"{folder.parent} holds no finished model; finish its run (fedquilt train --resume "
+            f"{folder.parent}) or give the directory of another"
         )
     try:
         about = json.loads(path.read_text())

@@ -7,7 +7,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def export(
     writer = WRITERS.get(path.suffix)
     if writer is None:
         raise ConfigError(unknown("file ending", path.suffix or path.name, WRITERS))
-    inputs = arguments(example if example is not None else _remembered(model))
+    inputs = _probe(example if example is not None else _remembered(model))
     was_training = model.training
     model.eval()
     part = path.with_name(f".{path.stem}.part{path.suffix}")
@@ -45,13 +45,28 @@ def export(
         with torch.no_grad():
             expected = model(*inputs)
             _compare(path, writer(model, part, inputs, dict(about or {})), expected)
+        part.chmod(0o644)
         part.replace(path)
     except OSError as problem:
         raise FedquiltError(f"{path} could not be written ({problem})") from problem
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         model.train(was_training)
     return path
+
+
+def _probe(example: Example) -> tuple[Any, ...]:
+    """Inputs to compare outputs on: two, so that files take any number, and not all zeros."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        pair = x[:1].expand(2, *x.shape[1:]).contiguous()
+        return torch.randn(pair.shape, generator=generator) if x.is_floating_point() else pair
+
+    return tuple(drawn(x) for x in arguments(example))
 
 
 def _remembered(model: nn.Module) -> Example:
@@ -116,10 +131,7 @@ def _onnx(model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str
 
 
 def _any_batch(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        {0: torch.export.Dim.DYNAMIC} if isinstance(x, Tensor) and x.shape[0] > 1 else None
-        for x in inputs
-    )
+    return tuple({0: torch.export.Dim.DYNAMIC} if isinstance(x, Tensor) else None for x in inputs)
 
 
 class _quiet:

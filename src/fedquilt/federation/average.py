@@ -14,7 +14,6 @@ from fedquilt.structure.cut import WHOLE, Index, Params, cells, put, source_name
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 
-
 IN_CACHE = 2**15  # numbers that are worked on at a time
 
 

@@ -27,6 +27,7 @@ from fedquilt.methods.method import Method
 from fedquilt.runs.checkpoint import file_hash, read_tensors, saved, write_tensors
 from fedquilt.runs.loop import Loop, Pace, Watch, ignore
 from fedquilt.structure.budget import Budget, fit
+from fedquilt.structure.cost import cost
 from fedquilt.structure.cut import build, load
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.trace import Example, arguments, named_tensors
@@ -52,19 +53,35 @@ class Run:
         return self.setup.seed
 
     def customize(self, width: float = 1.0, **limits: int) -> nn.Module:
-        """An ordinary module of a width, or the widest within limits (params, macs, memory, upload)."""
+        """An ordinary module of a width, or the widest within limits.
+
+        Limits are ``params``, ``macs``, ``memory`` and ``upload``.
+        """
         try:
             budget = Budget(width, **limits)
         except TypeError:
             raise ConfigError(
-                f"a model is customized by width, params, macs, memory or upload, got {list(limits)}"
+                "a model is customized by width, params, macs, memory or upload, got "
+                f"{list(limits)}"
             ) from None
-        found, _ = fit(self.setup.model, self.setup.structure, budget, self.setup.example)
+        found = self._width_within(budget)
         subnet = self.method.subnet(self.setup, found)
         small = build(self.setup.model, self.setup.structure, subnet, self.state.params).eval()
         small.fedquilt_example = self.setup.example  # type: ignore[assignment]
         small.fedquilt_width = found  # type: ignore[assignment]
         return small
+
+    def _width_within(self, budget: Budget) -> float:
+        """The widest trained size within limits, or the widest of all if none fits."""
+        setup = self.setup
+        if not budget.is_width_alone:
+            for width in self.method.sizes(setup):
+                price = cost(
+                    setup.model, setup.structure, setup.structure.subnet(width), setup.example
+                )
+                if width <= budget.width and budget.allows(price):
+                    return width
+        return fit(setup.model, setup.structure, budget, setup.example)[0]
 
     def evaluate(
         self,
@@ -124,16 +141,16 @@ def train(
 ) -> Run:
     """Trains a model over clients of any size.
 
-    ``example`` is an input like the clients' (its first axis is the batch). With ``out`` the run is kept in that
-    directory and can be resumed there. ``workers`` processes do the clients' work, one per core by
-    default; 0 means this process. The model given is left as it is.
+    ``example`` is an input like the clients' (its first axis is the batch). With ``out`` the run is
+    kept in that directory and can be resumed there. ``workers`` processes do the clients' work, one
+    per core by default; 0 means this process. The model given is left as it is.
     """
     if rounds < 1:
         raise ConfigError(f"a run has at least one round, got {rounds}")
-    folder = None if out is None else prepared(Path(out), resume=resume)
     model = copy.deepcopy(model)
-    _remember_initial(model, folder, resume=resume)
     found = structure or Structure.trace(model, example, exclude=exclude)
+    folder = None if out is None else prepared(Path(out), resume=resume)
+    _remember_initial(model, folder, resume=resume)
     setup = Setup(model, found, example, clients.clients, rounds, seed)
     make = engine or local_engine(workers)
     with closing(make(setup, clients, None if folder is None else folder / "clients")) as running:
@@ -181,7 +198,8 @@ def prepared(folder: Path, *, resume: bool) -> Path:
     if not resume and folder.exists() and any(folder.iterdir()):
         if has_run:
             raise CheckpointError(
-                f"{folder} already holds a run; go on with it: --resume {folder}, or choose another --out"
+                f"{folder} already holds a run; go on with it: --resume {folder}, or choose "
+                "another --out"
             )
         found = {p.name for p in folder.iterdir()}
         if not all(n == "config.toml" or _is_unfinished(n) for n in found):

@@ -43,7 +43,6 @@ from fedquilt.structure.trace import (
 )
 
 WIDTHS = (0.5, 0.3)  # one that divides most sizes, one that divides few
-UNEVEN = 2  # subnets with other channels, and another number of them, for every group
 MOST_TRIES = 32  # for each way to settle the choices that a trace leaves open
 
 
@@ -51,8 +50,7 @@ def traced_and_checked(model: nn.Module, example: Example, exclude: tuple[str, .
     """Traces a model; where a choice was open, takes the first that passes the check."""
     probe = _probe(model, example)
     first: StructureError | None = None
-    for choices in _choices(model, example, exclude):
-        plain, trace = traced(model, example, exclude, choices)
+    for choices, plain, trace in _traces(model, example, exclude):
         _require_something_to_cut(plain, model)
         for structure in itertools.islice(_sized(plain, trace, probe), MOST_TRIES):
             try:
@@ -68,15 +66,20 @@ def traced_and_checked(model: nn.Module, example: Example, exclude: tuple[str, .
     raise first
 
 
-def _choices(model: nn.Module, example: Example, exclude: tuple[str, ...]) -> Iterator[Choices]:
+def _traces(
+    model: nn.Module, example: Example, exclude: tuple[str, ...]
+) -> Iterator[tuple[Choices, Structure, Trace]]:
     """Ways to settle what a trace leaves open, those that leave most to cut first."""
-    choices = _with_splits(model, example, exclude)
-    yield choices
-    yield replace(choices, one_number=True)
-    yield replace(choices, one_number=True, from_input=True)
+    choices, structure, trace = _with_splits(model, example, exclude)
+    yield choices, structure, trace
+    for from_input in (False, True):
+        choices = replace(choices, one_number=True, from_input=from_input)
+        yield choices, *traced(model, example, exclude, choices)
 
 
-def _with_splits(model: nn.Module, example: Example, exclude: tuple[str, ...]) -> Choices:
+def _with_splits(
+    model: nn.Module, example: Example, exclude: tuple[str, ...]
+) -> tuple[Choices, Structure, Trace]:
     """Where channels last came to nothing they may come first: kept if more can then be cut."""
     choices = Choices()
     structure, trace = traced(model, example, exclude, choices)
@@ -87,10 +90,10 @@ def _with_splits(model: nn.Module, example: Example, exclude: tuple[str, ...]) -
             alike.setdefault((kind, split.sizes), set()).add((split.module, split.number))
     for reshapes in reversed(alike.values()):
         other = replace(choices, split_first=choices.split_first | reshapes)
-        seen, _ = traced(model, example, exclude, other)
-        if _cut_channels(seen) > _cut_channels(structure):
-            choices, structure = other, seen
-    return choices
+        found, seen = traced(model, example, exclude, other)
+        if _cut_channels(found) > _cut_channels(structure):
+            choices, structure, trace = other, found, seen
+    return choices, structure, trace
 
 
 def _cut_channels(structure: Structure) -> int:
@@ -214,21 +217,21 @@ class _Probe:
 
 
 def _check_subnets(structure: Structure, probe: _Probe) -> None:
-    for subnet in (*_uneven(structure), *map(structure.subnet, WIDTHS)):
+    for subnet in (_uneven(structure), *map(structure.subnet, WIDTHS)):
         outputs = _running(structure, subnet, probe)
         if structure.is_exact:
             _check_masked(structure, subnet, probe, outputs)
 
 
-def _uneven(structure: Structure) -> list[Subnet]:
+def _uneven(structure: Structure) -> Subnet:
+    """Some channels of every group, and another share of each."""
     generator = torch.Generator().manual_seed(3)
 
     def some(size: int) -> list[int]:
         count = int(torch.randint(1, size + 1, (), generator=generator))
         return torch.randperm(size, generator=generator)[:count].tolist()
 
-    sizes = {name: structure.groups[name].size for name in structure.cut_groups()}
-    return [Subnet.of({name: some(n) for name, n in sizes.items()}) for _ in range(UNEVEN)]
+    return Subnet.of({name: some(structure.groups[name].size) for name in structure.cut_groups()})
 
 
 def _probe(model: nn.Module, example: Example) -> _Probe:
@@ -492,11 +495,11 @@ def _check_trace_of_subnet(
 
 
 def _half(size: int) -> int:
-    return max(math.ceil(size / 2), min(2, size - 1))  # several, to be told apart, but not all
+    return max(math.ceil(size / 2), min(2, size))  # one channel alone could belong to any axis
 
 
 def _all_but_one(size: int) -> int:
-    return size - 1
+    return max(size - 1, min(2, size))
 
 
 def _places(axis: Axis | None, structure: Structure, subnet: Subnet) -> list[int] | None:
@@ -520,12 +523,12 @@ def _check_training(model: nn.Module, structure: Structure, example: Example) ->
     """A step of training must be possible for the subnet where it is for the whole model."""
     for inputs in training_inputs(arguments(example)):
         try:
-            _backward(copy.deepcopy(model), inputs)
-        except Exception:
-            continue  # this model cannot be trained on such a batch at any width
-        try:
             _backward(build(model, structure, structure.subnet(WIDTHS[-1])), inputs)
         except Exception as problem:
+            try:
+                _backward(copy.deepcopy(model), inputs)
+            except Exception:
+                continue  # this model cannot be trained on such a batch at any width
             raise StructureError(
                 f"a subnet of this model runs but cannot be trained: {problem}; exclude the "
                 "modules that behave differently in training, or give the axes with "

@@ -134,7 +134,7 @@ class Ledger(TorchDispatchMode):
     """Adds up the storage that operations create, as long as it lives."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: set[int] = set()
 

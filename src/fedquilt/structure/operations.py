@@ -35,7 +35,8 @@ class Call:
     equal_parts: bool = False  # parts that are listed by size, and equal, stay equal
     statistics: list[Tensor] = field(default_factory=list)  # running statistics it meets
     across: list[Labels] = field(default_factory=list)  # channels it computes across
-    splits: list[tuple[int, ...]] = field(default_factory=list)  # sizes it had to choose between
+    splits: list[tuple[Labels, tuple[int, ...]]] = field(default_factory=list)
+    """Axes that it split into several of these sizes, of which each could carry the channels."""
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -745,7 +746,7 @@ def _unflatten(call: Call, flat: Labels | None, sizes: list[int]) -> Dims:
         call.channels.freeze(flat)
         return [None] * len(sizes)
     if len(varying) > 1:
-        call.splits.append(tuple(sizes))
+        call.splits.append((flat, tuple(sizes)))
     carrier = varying[0] if call.split_first else varying[-1]
     rows = np.moveaxis(grid, carrier, -1).reshape(-1, sizes[carrier])
     for row in rows[1:]:

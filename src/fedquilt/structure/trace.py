@@ -252,8 +252,8 @@ class _Tracer(TorchDispatchMode):
     def _note_reshape(self, call: Call, dims: Dims, here: str) -> None:
         labelled = [labels for labels in self.of(call.tensors()[0]) if labels is not None]
         cut = [labels for labels in labelled if self.channels.is_cut(labels)]
-        for sizes in call.splits:
-            self.splits.extend(Split(here, self.reshapes[here], sizes, a) for a in cut)
+        for axis, sizes in call.splits:
+            self.splits.append(Split(here, self.reshapes[here], sizes, axis))
         self.reshapes[here] += 1
         if type(self.model.get_submodule(here)).__module__.startswith("torch.nn.modules."):
             return  # PyTorch's own layers: what they demand is in _tie_layers

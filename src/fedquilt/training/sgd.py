@@ -87,7 +87,7 @@ class SGD:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # what dropout and the like draw from
         generator = torch.Generator().manual_seed(seed)
         foreign: Tensor | None = None
         total = torch.zeros(())

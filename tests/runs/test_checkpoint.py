@@ -1,0 +1,167 @@
+"""Checkpoints that are damaged, foreign or of another run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt.errors import CheckpointError
+from fedquilt.federation.state import State
+from fedquilt.runs.checkpoint import Checkpoint, load, save, saved
+from fedquilt.runs.loop import RoundDone
+from fedquilt.runs.run import fingerprint
+
+
+def checkpoint(round: int = 3) -> Checkpoint:
+    params = {"a": torch.arange(3.0), "a@0.5": torch.tensor([0.1, -0.0]), "n": torch.tensor(7)}
+    return Checkpoint(State(round, "train", params, {"note": [1, 2]}), {4: 2, 11: 1})
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    path = save(tmp_path, checkpoint(), "f")
+    found = load(path, "f")
+    assert (found.state.round, found.state.phase, found.state.memory) == (
+        3, "train", {"note": [1, 2]},
+    )  # fmt: skip
+    assert found.kept == {4: 2, 11: 1}
+    for name, tensor in checkpoint().state.params.items():
+        assert found.state.params[name].numpy().tobytes() == tensor.numpy().tobytes()
+
+
+def test_the_last_two_stay(tmp_path):
+    for round in (2, 10, 9, 100):
+        save(tmp_path, checkpoint(round), "f")
+    assert [p.name for p in saved(tmp_path)] == ["round-000010", "round-000100"]
+
+
+def test_a_tensor_that_is_part_of_another_is_saved_alone(tmp_path):
+    whole = torch.arange(6.0).view(2, 3)
+    state = State(1, "train", {"row": whole[1], "turned": whole.T})
+    found = load(save(tmp_path, Checkpoint(state, {}), "f")).state.params
+    assert found["row"].tolist() == [3, 4, 5]
+    assert found["turned"].tolist() == whole.T.tolist()
+
+
+def flip(path: Path) -> None:
+    data = bytearray((path / "params.safetensors").read_bytes())
+    data[-2] ^= 1
+    (path / "params.safetensors").write_bytes(data)
+
+
+def rewrite(**changes: object) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        about = json.loads((path / "state.json").read_text())
+        about.update(changes)
+        kept = {k: v for k, v in about.items() if v is not None}
+        (path / "state.json").write_text(json.dumps(kept))
+
+    return change
+
+
+DAMAGES = {
+    "one bit": (flip, "is damaged"),
+    "cut off": (lambda p: (p / "params.safetensors").write_bytes(b"\x08"), "is damaged"),
+    "no params": (lambda p: (p / "params.safetensors").unlink(), "cannot be read"),
+    "no json": (lambda p: (p / "state.json").unlink(), "not a checkpoint that can be read"),
+    "half a json": (lambda p: (p / "state.json").write_text('{"format": "fed'), "can be read"),
+    "not text": (lambda p: (p / "state.json").write_bytes(b"\xff\xfe\x00"), "can be read"),
+    "a list": (lambda p: (p / "state.json").write_text("[1]"), "not a checkpoint of fedquilt"),
+    "foreign": (rewrite(format="other"), "not a checkpoint of fedquilt"),
+    "newer": (rewrite(version=2), "has version 2, this fedquilt reads version 1"),
+    "incomplete": (rewrite(memory=None), "has no 'memory'"),
+    "another run": (rewrite(fingerprint="x"), "belongs to another run"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_bad_checkpoint_is_refused_in_one_sentence(tmp_path, how):
+    damage, said = DAMAGES[how]
+    path = save(tmp_path, checkpoint(), "f")
+    damage(path)
+    with pytest.raises(CheckpointError, match=said) as problem:
+        load(path, "f")
+    assert str(path) in str(problem.value)
+    assert "\n" not in str(problem.value)
+
+
+def test_a_failure_to_save_leaves_the_earlier_ones(tmp_path, monkeypatch):
+    save(tmp_path, checkpoint(2), "f")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fedquilt.runs.checkpoint.sync", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*last good one is round-000002"):
+        save(tmp_path, checkpoint(4), "f")
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["round-000002"]
+    assert load(tmp_path / "round-000002", "f").state.round == 2
+
+
+@pytest.fixture
+def half_done(train, interrupting, tmp_path) -> Path:
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", watch=interrupting(RoundDone, 5))
+    return tmp_path / "run"
+
+
+def test_only_the_same_run_is_resumed(train, half_done, tree, people, traced):
+    before = tree(half_done)
+    net, _ = traced
+    clients = tuple(replace(c, budget=fq.Budget(0.25)) for c in people.clients)
+    others = {
+        "seed": {"seed": 3},
+        "method": {"method": fq.FedAvg()},
+        "setting": {"method": fq.HeteroFL(fq.Optimiser(lr=0.1, epochs=1, batch_size=4), 0.5)},
+        "clients": {"clients": fq.Population(clients, people.train, people.test)},
+        "cuts": {"structure": fq.Structure.trace(net, torch.zeros(2, 5), exclude=("classifier",))},
+    }
+    for what, changes in others.items():
+        with pytest.raises(CheckpointError, match="belongs to another run"):
+            train(half_done, resume=True, **changes)
+        assert tree(half_done) == before, what
+    wider = torch.nn.Sequential(torch.nn.Linear(5, 3))
+    with pytest.raises(CheckpointError, match="started with another model"):
+        train(half_done, resume=True, model=wider, structure=None)
+    assert tree(half_done) == before
+
+
+def test_a_damaged_newest_checkpoint_is_refused_and_nothing_touched(train, half_done, tree):
+    flip(max((half_done / "checkpoints").iterdir()))
+    before = tree(half_done)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        train(half_done, resume=True)
+    assert tree(half_done) == before
+
+
+def test_an_older_damaged_checkpoint_does_not_stand_in_the_way(train, half_done, tree, tmp_path):
+    train(tmp_path / "whole")
+    flip(min((half_done / "checkpoints").iterdir()))
+    train(half_done, resume=True)
+    assert (
+        tree(half_done)["model/params.safetensors"]
+        == tree(tmp_path / "whole")["model/params.safetensors"]
+    )
+
+
+def test_fingerprints_know_model_method_clients_and_seed(train):
+    run = train(rounds=1)
+    same = fingerprint(run.setup, run.method)
+    assert fingerprint(replace(run.setup, rounds=9), run.method) == same  # may go on for longer
+    assert fingerprint(replace(run.setup, seed=9), run.method) != same
+
+
+def test_a_finished_run_can_go_on_for_longer(train, tree, tmp_path):
+    train(tmp_path / "long", rounds=6)
+    train(tmp_path / "short", rounds=4)
+    shutil.copytree(tmp_path / "short", tmp_path / "again")
+    train(tmp_path / "short", rounds=6, resume=True)
+    assert tree(tmp_path / "short") == tree(tmp_path / "long")
+    train(tmp_path / "again", rounds=4, resume=True)  # and resuming a finished one is harmless

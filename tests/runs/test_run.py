@@ -1,0 +1,237 @@
+"""Runs in this process: their folders, records, interruptions, and what can be asked of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt.engines.local import LocalEngine
+from fedquilt.errors import CheckpointError, ConfigError, TrainingError
+from fedquilt.runs.loop import ClientDone, Evaluated, Loop, Pace, RoundDone, RoundStarted
+from fedquilt.runs.run import fingerprint
+
+STEPS = fq.Optimiser(lr=0.05, epochs=1, batch_size=4)
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoints(folder):
+    return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+def test_an_interrupt_saves_the_last_completed_round(train, interrupting, tree, tmp_path):
+    train(tmp_path / "whole")
+    out = tmp_path / "cut"
+    with pytest.raises(KeyboardInterrupt):  # two clients a round: in the middle of round 4
+        train(out, watch=interrupting(ClientDone, 2 * 3 + 4 + 1))
+    assert checkpoints(out) == ["round-000002", "round-000003"]
+    train(out, resume=True)
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_an_interrupt_in_the_first_round_leaves_a_run_that_can_be_resumed(
+    train, interrupting, tree, tmp_path
+):
+    train(tmp_path / "whole")
+    out = tmp_path / "cut"
+    with pytest.raises(KeyboardInterrupt):
+        train(out, watch=interrupting(ClientDone, 1))
+    assert not (out / "checkpoints").exists()
+    train(out, resume=True)
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_an_evaluation_that_was_interrupted_is_made_up_for(train, interrupting, tree, tmp_path):
+    train(tmp_path / "whole")
+    out = tmp_path / "cut"
+    with pytest.raises(KeyboardInterrupt):  # round 2 is over, its evaluation under way
+        train(out, watch=interrupting(Evaluated, 1))
+    assert [r["round"] for r in records(out)] == [1, 2]
+    assert checkpoints(out) == ["round-000002"]
+    train(out, resume=True)
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_a_problem_of_the_server_loses_only_the_rounds_since_the_checkpoint(
+    train, interrupting, tree, tmp_path
+):
+    train(tmp_path / "whole")
+    out = tmp_path / "cut"
+    with pytest.raises(ZeroDivisionError):
+        train(out, watch=interrupting(RoundStarted, 5, ZeroDivisionError))
+    assert checkpoints(out) == ["round-000002"]
+    train(out, resume=True)
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_records_of_rounds_that_are_done_again_are_forgotten(train, interrupting, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(ZeroDivisionError):
+        train(out, watch=interrupting(RoundDone, 4, ZeroDivisionError))
+    assert [r["round"] for r in records(out)] == [1, 2, 2, 3]
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 4, "loss": 0.12')  # killed while it wrote
+    train(out, resume=True)
+    rounds = [(r["round"], "scores" in r) for r in records(out)]
+    expected = [(1, False), (2, False), (2, True), (3, False), (4, False), (4, True), (5, False)]
+    assert rounds == [*expected, (5, True)]
+
+
+def test_times_are_recorded_apart(train, tmp_path):
+    train(tmp_path / "run")
+    assert not any("seconds" in r for r in records(tmp_path / "run"))
+    times = [json.loads(x) for x in (tmp_path / "run" / "timing.jsonl").read_text().splitlines()]
+    assert len(times) == len(records(tmp_path / "run"))
+    assert all(t["seconds"] >= 0 for t in times)
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(train, tree, tmp_path):
+    out = tmp_path / "run"
+    train(out, rounds=1)
+    before = tree(out)
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        train(out, rounds=1)
+    assert tree(out) == before
+
+
+def test_a_folder_of_something_else_is_left_alone(train, tmp_path):
+    (tmp_path / "thesis.tex").write_text("all of it")
+    with pytest.raises(CheckpointError, match="not empty and holds no run"):
+        train(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_run_killed_before_its_first_file_was_whole_can_be_started_again(train, tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / ".initial.part").write_bytes(b"half")
+    (tmp_path / ".config.toml.part").write_text("half")
+    train(tmp_path, rounds=1)
+    assert not (tmp_path / ".initial.part").exists()
+
+
+def test_there_must_be_a_run_to_resume(train, tmp_path):
+    with pytest.raises(CheckpointError, match="holds no run to resume"):
+        train(tmp_path / "nowhere", resume=True)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_full_disk_at_the_start_is_said_in_one_sentence(train, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fedquilt.runs.run.write_tensors", full)
+    with pytest.raises(CheckpointError, match=r"could not be started .*No space left"):
+        train(tmp_path / "run")
+
+
+@pytest.mark.parametrize("rounds", [0, -1])
+def test_a_run_has_rounds(train, rounds):
+    with pytest.raises(ConfigError, match="at least one round"):
+        train(rounds=rounds)
+
+
+def test_the_model_given_is_left_as_it_is(train, traced):
+    before = {n: t.clone() for n, t in traced[0].state_dict().items()}
+    run = train(rounds=1)
+    assert all(t.equal(before[n]) for n, t in traced[0].state_dict().items())
+    assert not run.state.params["hidden.weight"].equal(before["hidden.weight"])
+
+
+def test_a_resumed_run_starts_from_the_models_first_values(train, interrupting, traced, tmp_path):
+    """The process that resumes may have initialised its model differently."""
+    import copy
+
+    train(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut", watch=interrupting(ClientDone, 1))
+    other = copy.deepcopy(traced[0])
+    torch.nn.init.normal_(other.hidden.weight)
+    train(tmp_path / "cut", resume=True, model=other)
+    found = [(tmp_path / n / "model" / "params.safetensors").read_bytes() for n in ("whole", "cut")]
+    assert found[0] == found[1]
+
+
+def test_a_customized_model_is_the_one_that_was_evaluated(train, people):
+    run = train()
+    examples = people.test[-1]
+    x, y = examples.batch(torch.arange(len(examples)))
+    for score in run.scores:
+        small = run.customize(score.width)
+        with torch.no_grad():
+            accuracy = (small(x).argmax(1) == y).double().mean().item()
+        assert accuracy == pytest.approx(score.accuracy)
+        assert sum(p.numel() for p in small.parameters()) == score.params
+    assert not small.training
+
+
+def test_an_opened_run_gives_the_same_models_and_scores(train, traced, people, tmp_path):
+    run = train(tmp_path / "run")
+    again = fq.open_run(tmp_path / "run", traced[0], run.method)
+    for width in (1.0, 0.5):
+        one, other = (r.customize(width).state_dict() for r in (run, again))
+        assert all(other[n].equal(t) for n, t in one.items())
+    assert again.evaluate(people, workers=0) == list(run.scores)
+    assert run.evaluate(workers=0) == list(run.scores)
+
+
+@pytest.mark.parametrize("make", [fq.standalone, fq.lg_fedavg])
+def test_personal_models_are_evaluated_where_they_were_kept(train, traced, people, tmp_path, make):
+    run = train(tmp_path / "run", method=make(STEPS, fraction=0.5))
+    again = fq.open_run(tmp_path / "run", traced[0], run.method)
+    assert again.evaluate(people, workers=0) == list(run.scores)
+    lost = train(method=make(STEPS, fraction=0.5))
+    assert lost.scores == run.scores
+    with pytest.raises(ConfigError, match="ended with the run"):
+        lost.evaluate(workers=0)
+
+
+def test_only_states_that_are_needed_stay(train, traced, people, tmp_path):
+    """Without checkpoints one version a client; with them, theirs too."""
+    net, structure = traced
+    method = fq.standalone(STEPS, fraction=1.0)
+    run = train(rounds=1, method=method)
+    setup, folder = replace(run.setup, rounds=5), tmp_path / "clients"
+    seen = []
+
+    def watch(event):
+        if isinstance(event, RoundStarted):
+            seen.append(len(list(folder.glob("*"))))
+
+    with LocalEngine(net, structure, people.data, workers=0, folder=folder) as engine:
+        Loop(setup, method, engine, people.held_out, people.testers, watch=watch).run()
+    assert seen == [0, 4, 4, 4, 4]
+    train(tmp_path / "run", method=method, rounds=5, pace=Pace(checkpoint_every=2))
+    versions = {p.name for p in (tmp_path / "run" / "clients").iterdir()}
+    assert versions == {f"client-{c}.{v}.safetensors" for c in range(4) for v in (4, 5)}
+
+
+def test_a_closing_phase_that_nobody_answers_is_refused(train, traced, people):
+    net, structure = traced
+    run = train(rounds=1)
+
+    class Broken(LocalEngine):
+        def run(self, tasks):
+            from fedquilt.federation.client import Failure
+            from fedquilt.training.statistics import Statistics
+
+            for task, result in zip(tasks, super().run(tasks), strict=True):
+                is_query = isinstance(task.recipe, Statistics)
+                yield Failure(task.client, "asleep") if is_query else result
+
+    with (
+        Broken(net, structure, people.data, workers=0) as engine,
+        pytest.raises(TrainingError, match="statistics phase after round 1; client 0: asleep"),
+    ):
+        Loop(run.setup, run.method, engine, people.held_out, people.testers).run()
+
+
+def test_fingerprints_do_not_depend_on_the_process(train):
+    run = train(rounds=1)
+    assert len(fingerprint(run.setup, run.method)) == 64
+    assert fingerprint(run.setup, run.method) == fingerprint(replace(run.setup), run.method)
