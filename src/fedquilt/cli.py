@@ -20,12 +20,10 @@ from rich.console import Console
 from fedquilt import __version__
 from fedquilt.config import (
     Config,
-    as_toml,
     checked,
     dotted,
     example_of,
     fitted,
-    method_of,
     model_of,
     override,
     population_of,
@@ -34,19 +32,21 @@ from fedquilt.config import (
     resolved,
     source_of,
 )
-from fedquilt.customize import bundle
 from fedquilt.customize.export import export
-from fedquilt.data.examples import Normalise
 from fedquilt.data.load import Source
-from fedquilt.errors import CheckpointError, ConfigError, DataError, FedquiltError
+from fedquilt.errors import CheckpointError, ConfigError, FedquiltError
 from fedquilt.evaluation.accuracy import SizeScore
-from fedquilt.federation.state import Setup
 from fedquilt.report import tables
 from fedquilt.report.progress import Watch
 from fedquilt.report.records import final_scores
-from fedquilt.runs import checkpoint
-from fedquilt.runs import run as runs
-from fedquilt.runs.loop import Pace
+from fedquilt.runs.configured import (
+    as_trained,
+    config_of,
+    is_finished,
+    opened,
+    ready,
+    rounds_done,
+)
 from fedquilt.runs.run import Run
 from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cost import cost as cost_of
@@ -205,9 +205,9 @@ def evaluate(
     """Measure the accuracy of a finished run at every size."""
     sizes = None if widths is None else _widths([widths])
     run = opened(folder)
-    config = _config_of(run)
+    config = config_of(run.about)
     source = source_of(checked(override(config.model_dump(), _given({"data.source": data}))))
-    population = population_of(config, _as_trained(run, source))
+    population = population_of(config, as_trained(run, source))
     scores = run.evaluate(population, widths=sizes, workers=workers)
     _show_scores(run, scores, as_json=as_json)
 
@@ -355,7 +355,7 @@ def _started(changes: Mapping[str, Any], out: Path | None, console: Console) -> 
     config = checked(override({}, changes))
     source = source_of(config)
     config = resolved(config, source)
-    return _trained(config, source, out or _next_free(config), console, resume=False)
+    return _watched(config, source, out or _next_free(config), console, resume=False)
 
 
 def _next_free(config: Config) -> Path:
@@ -373,16 +373,10 @@ def _resumed(changes: Mapping[str, Any], folder: Path, console: Console) -> Run:
     before = checked(read(folder / "config.toml"))
     config = checked(override(before.model_dump(), changes))
     _refuse_other_settings(before, config, folder)
-    if _is_finished(folder, config.rounds):
+    if is_finished(folder, config.rounds):
         _say(console, f"{folder} is finished: all of its {config.rounds} rounds are done")
         return replace(opened(folder), scores=final_scores(folder))
-    return _trained(config, source_of(config), folder, console, resume=True)
-
-
-def _is_finished(folder: Path, num_rounds: int) -> bool:
-    if not (folder / "model" / "bundle.json").exists():
-        return False
-    return bool(bundle.load(folder / "model").about["rounds"] >= num_rounds)
+    return _watched(config, source_of(config), folder, console, resume=True)
 
 
 def _refuse_other_settings(before: Config, config: Config, folder: Path) -> None:
@@ -393,55 +387,20 @@ def _refuse_other_settings(before: Config, config: Config, folder: Path) -> None
                 "a resumed run keeps its settings, only rounds and run.* may change; "
                 f"{folder} has {name} = {old.get(name)}, got {value}"
             )
-    num_done = _rounds_done(folder)
+    num_done = rounds_done(folder)
     if config.rounds < num_done:
         raise ConfigError(f"{folder} has done {num_done} rounds, --rounds {config.rounds} is less")
 
 
-def _rounds_done(folder: Path) -> int:
-    """Rounds that are safe on disk."""
-    last = runs.last_checkpoint(folder)
-    return 0 if last is None else int(last.name.removeprefix("round-"))
-
-
-def _trained(
+def _watched(
     config: Config, source: Source, folder: Path, console: Console, *, resume: bool
 ) -> Run:
-    """What the settings describe, trained in a directory."""
-    model, example, method = model_of(config), example_of(source), method_of(config)
-    population = population_of(config, source)
-    structure = Structure.trace(model, example, exclude=config.model.exclude)
-    scale = source.train.scale
-    if resume and (last := runs.last_checkpoint(folder)) is not None:
-        setup = Setup(model, structure, example, population.clients, config.rounds, config.seed)
-        checkpoint.load(last, runs.fingerprint(setup, method))  # refused before anything is written
-    with _stoppable(folder, config.rounds), Watch(console, config.rounds) as watch:
-        _remember(config, folder, resume=resume)
+    """A run trained to its end, with its progress on the console."""
+    with _stoppable(folder, config.rounds):
+        train_it = ready(config, source, folder, resume=resume)
         _say(console, f"{config.method.name} on {source.name}, seed {config.seed}, in {folder}")
-        return runs.train(
-            model,
-            example,
-            method,
-            population,
-            config.rounds,
-            seed=config.seed,
-            workers=config.run.workers,
-            out=folder,
-            resume=resume,
-            structure=structure,
-            pace=Pace(config.run.evaluate_every, config.run.checkpoint_every),
-            watch=watch,
-            about={"config": config.model_dump(mode="json"), "scale": scale and asdict(scale)},
-        )
-
-
-def _remember(config: Config, folder: Path, *, resume: bool) -> None:
-    """Writes the settings into the run's directory."""
-    try:
-        runs.prepared(folder, resume=resume)
-        checkpoint.write_text(folder / "config.toml", as_toml(config))
-    except OSError as problem:
-        raise CheckpointError(f"{folder} cannot hold a run ({problem})") from problem
+        with Watch(console, config.rounds) as watch:
+            return train_it(watch)
 
 
 @contextmanager
@@ -452,42 +411,11 @@ def _stoppable(folder: Path, num_rounds: int) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         again = shlex.join(["fedquilt", "train", "--resume", str(folder)])
-        where = f"stopped after round {_rounds_done(folder)} of {num_rounds}"
+        where = f"stopped after round {rounds_done(folder)} of {num_rounds}"
         print(f"fedquilt: {where}; go on with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def opened(folder: Path) -> Run:
-    """A finished run from its directory alone."""
-    about = bundle.load(folder / "model").about
-    if "config" not in about:
-        raise CheckpointError(
-            f"{folder} was trained from Python, with a model that only Python knows; "
-            "open it there with fedquilt.open_run"
-        )
-    config = checked(about["config"])
-    return runs.open_run(folder, model_of(config), method_of(config), exclude=config.model.exclude)
-
-
-def _config_of(run: Run) -> Config:
-    return checked(run.about["config"])
-
-
-def _as_trained(run: Run, source: Source) -> Source:
-    """The data as the run's model knows it: of its shape, normalised as it was in training."""
-    expected = tuple(run.setup.example.shape[1:])  # type: ignore[union-attr]
-    found = tuple(source.train.inputs.shape[1:])
-    if found != expected:
-        raise DataError(f"'{source.name}' has inputs of shape {found}, the run's have {expected}")
-    scale = run.about.get("scale")
-    if not scale or source.train.scale is None:
-        return source
-    same = Normalise(tuple(scale["mean"]), tuple(scale["std"]))
-    return replace(
-        source, train=replace(source.train, scale=same), test=replace(source.test, scale=same)
-    )
 
 
 def _rows(run: Run, scores: Sequence[SizeScore]) -> list[dict[str, Any]]:

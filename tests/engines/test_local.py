@@ -70,8 +70,8 @@ class Drift:
             wait_for(lambda: (Path(self.folder) / "go").exists())
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
+def wait_for(condition: Callable[[], bool], seconds: float = WAIT) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.01)
@@ -290,7 +290,7 @@ def test_workers_vanish_with_a_server_that_is_killed(engine, places, tmp_path):
     server.kill()
     server.join()
     assert len(pids) == 2
-    wait_for(lambda: all(has_vanished(pid) for pid in pids))
+    wait_for(lambda: all(has_vanished(pid) for pid in pids), seconds=WAIT / 4)
     assert any(places[1].iterdir())  # nobody could tidy up ...
     engine(0).close()
     assert nothing_left(places)  # ... but the next engine does

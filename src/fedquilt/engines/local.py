@@ -320,7 +320,8 @@ class _Worker:
         self._process: BaseProcess = context.Process(
             target=_work, args=(theirs, self.pipe, bench, os.getpid()), daemon=True
         )
-        self._process.start()
+        with _undisturbed():  # until the worker ignores Ctrl-C, which is ours to handle
+            self._process.start()
         theirs.close()
 
     @property
@@ -359,6 +360,19 @@ class _Worker:
             self._process.kill()
             self._process.join()
         return code
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C waits, here and in processes started meanwhile."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _work(pipe: Connection, parents_end: Connection, bench: Workbench, parent: int) -> None:

@@ -1,0 +1,108 @@
+"""Runs that settings describe: started, resumed and opened from their directory alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fedquilt.config import (
+    Config,
+    as_toml,
+    checked,
+    example_of,
+    method_of,
+    model_of,
+    population_of,
+)
+from fedquilt.customize import bundle
+from fedquilt.data.examples import Normalise
+from fedquilt.data.load import Source
+from fedquilt.errors import CheckpointError, DataError
+from fedquilt.federation.state import Setup
+from fedquilt.runs import checkpoint
+from fedquilt.runs.loop import Pace, Watch
+from fedquilt.runs.run import Run, fingerprint, last_checkpoint, open_run, prepared, train
+from fedquilt.structure.groups import Structure
+
+
+def ready(config: Config, source: Source, folder: Path, *, resume: bool) -> Callable[[Watch], Run]:
+    """What the settings describe, checked and with its directory; called, it trains to the end."""
+    model, example, method = model_of(config), example_of(source), method_of(config)
+    population = population_of(config, source)
+    structure = Structure.trace(model, example, exclude=config.model.exclude)
+    scale = source.train.scale
+    if resume and (last := last_checkpoint(folder)) is not None:
+        setup = Setup(model, structure, example, population.clients, config.rounds, config.seed)
+        checkpoint.load(last, fingerprint(setup, method))  # refused before anything is written
+    _remember(config, folder, resume=resume)
+    return lambda watch: train(
+        model,
+        example,
+        method,
+        population,
+        config.rounds,
+        seed=config.seed,
+        workers=config.run.workers,
+        out=folder,
+        resume=resume,
+        structure=structure,
+        pace=Pace(config.run.evaluate_every, config.run.checkpoint_every),
+        watch=watch,
+        about={"config": config.model_dump(mode="json"), "scale": scale and asdict(scale)},
+    )
+
+
+def _remember(config: Config, folder: Path, *, resume: bool) -> None:
+    """Writes the settings into the run's directory."""
+    try:
+        prepared(folder, resume=resume)
+        checkpoint.write_text(folder / "config.toml", as_toml(config))
+    except OSError as problem:
+        raise CheckpointError(f"{folder} cannot hold a run ({problem})") from problem
+
+
+def rounds_done(folder: Path) -> int:
+    """Rounds that are safe on disk."""
+    last = last_checkpoint(folder)
+    return 0 if last is None else int(last.name.removeprefix("round-"))
+
+
+def is_finished(folder: Path, num_rounds: int) -> bool:
+    """Whether a run has its model, and was trained for so many rounds."""
+    if not (folder / "model" / "bundle.json").exists():
+        return False
+    return bool(bundle.load(folder / "model").about["rounds"] >= num_rounds)
+
+
+def opened(folder: Path) -> Run:
+    """A finished run from its directory alone."""
+    about = bundle.load(folder / "model").about
+    if "config" not in about:
+        raise CheckpointError(
+            f"{folder} was trained from Python, with a model that only Python knows; "
+            "open it there with fedquilt.open_run"
+        )
+    config = config_of(about)
+    return open_run(folder, model_of(config), method_of(config), exclude=config.model.exclude)
+
+
+def config_of(about: Mapping[str, Any]) -> Config:
+    """The settings that a bundle was trained with."""
+    return checked(about["config"])
+
+
+def as_trained(run: Run, source: Source) -> Source:
+    """The data as the run's model knows it: of its shape, normalised as it was in training."""
+    expected = tuple(run.setup.example.shape[1:])  # type: ignore[union-attr]
+    found = tuple(source.train.inputs.shape[1:])
+    if found != expected:
+        raise DataError(f"'{source.name}' has inputs of shape {found}, the run's have {expected}")
+    scale = run.about.get("scale")
+    if not scale or source.train.scale is None:
+        return source
+    same = Normalise(tuple(scale["mean"]), tuple(scale["std"]))
+    return replace(
+        source, train=replace(source.train, scale=same), test=replace(source.test, scale=same)
+    )
