@@ -127,7 +127,7 @@ def test_only_the_same_run_is_resumed(train, half_done, tree, people, traced):
         with pytest.raises(CheckpointError, match="belongs to another run"):
             train(half_done, resume=True, **changes)
         assert tree(half_done) == before, what
-    wider = torch.nn.Sequential(torch.nn.Linear(5, 3))
+    wider = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.ReLU(), torch.nn.Linear(9, 3))
     with pytest.raises(CheckpointError, match="started with another model"):
         train(half_done, resume=True, model=wider, structure=None)
     assert tree(half_done) == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -32,6 +32,7 @@ from .nets import (
 )
 
 few = settings(max_examples=6, deadline=None)
+at_once = [Phase.explicit, Phase.reuse, Phase.generate]  # tracing is too slow for shrinking
 
 
 def some_channels(structure: Structure, width: float | None, seed: int) -> Subnet:
@@ -147,7 +148,7 @@ kinds = st.sampled_from(["conv", "residual", "inverted", "concatenated"])
     is_flat=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, phases=at_once)
 def test_random_convolutional_nets_equal_their_masked_supernet(layers, norm, is_flat, seed):
     sizes = [5, *(channels for _, channels in layers)]
     net = nn.Sequential(nn.Conv2d(3, 5, 3, 2, 1))
@@ -170,7 +171,7 @@ def test_random_convolutional_nets_equal_their_masked_supernet(layers, norm, is_
     width=st.floats(0.05, 1),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, phases=at_once)
 def test_random_transformers_equal_the_net_of_that_width(
     style, heads, head_dim, hidden, width, seed
 ):

@@ -57,7 +57,7 @@ def traced_and_checked(model: nn.Module, example: Example, exclude: tuple[str, .
                 _check_subnets(structure, probe)
                 _check_shuffles(structure, probe)
                 _check_training(model, structure, example)
-                _check_trace_of_subnet(model, structure, example, exclude, choices)
+                _check_trace_of_subnet(model, structure, example, exclude, choices, probe)
             except StructureError as problem:
                 first = first or problem
             else:
@@ -217,13 +217,13 @@ class _Probe:
 
 
 def _check_subnets(structure: Structure, probe: _Probe) -> None:
-    for subnet in (_uneven(structure), *map(structure.subnet, WIDTHS)):
+    for subnet in (*_uneven(structure), *map(structure.subnet, WIDTHS)):
         outputs = _running(structure, subnet, probe)
         if structure.is_exact:
             _check_masked(structure, subnet, probe, outputs)
 
 
-def _uneven(structure: Structure) -> Subnet:
+def _uneven(structure: Structure) -> list[Subnet]:
     """Some channels of every group, and another share of each."""
     generator = torch.Generator().manual_seed(3)
 
@@ -231,7 +231,8 @@ def _uneven(structure: Structure) -> Subnet:
         count = int(torch.randint(1, size + 1, (), generator=generator))
         return torch.randperm(size, generator=generator)[:count].tolist()
 
-    return Subnet.of({name: some(structure.groups[name].size) for name in structure.cut_groups()})
+    sizes = {name: structure.groups[name].size for name in structure.cut_groups()}
+    return [Subnet.of({name: some(n) for name, n in sizes.items()}) for _ in range(2)]
 
 
 def _probe(model: nn.Module, example: Example) -> _Probe:
@@ -474,11 +475,13 @@ def _check_trace_of_subnet(
     example: Example,
     exclude: tuple[str, ...],
     choices: Choices,
+    probe: _Probe,
 ) -> None:
     differ: list[str] = []
     for some in (_half, _all_but_one):  # at one of them sizes may be equal by chance
         sizes = {group: structure.groups[group].size for group in structure.cut_groups()}
         subnet = Subnet.of({group: range(some(size)) for group, size in sizes.items()})
+        _running(structure, subnet, probe)
         found, _ = traced(build(model, structure, subnet), example, exclude, choices)
         differ = [
             name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -128,7 +127,8 @@ class _Tracer(TorchDispatchMode):
         self.sizes: dict[str, list[tuple[int, Labels]]] = {}
         self.given: dict[str, list[tuple[int, Labels]]] = {}
         self.reshapes: Counter[str] = Counter()
-        self.reshaped: dict[tuple[str, int], Labels] = {}
+        self.reshaped: dict[tuple[str, int], list[Labels]] = {}  # by module and size
+        self.derived: list[tuple[Labels, list[Labels]]] = []  # reshaped axes, and what was given
         self.splits: list[Split] = []
         self.across: dict[str, list[Labels]] = {}
         self.stack: list[str] = [""]
@@ -250,22 +250,31 @@ class _Tracer(TorchDispatchMode):
             self._note_reshape(call, dims[0], here)
 
     def _note_reshape(self, call: Call, dims: Dims, here: str) -> None:
-        labelled = [labels for labels in self.of(call.tensors()[0]) if labels is not None]
-        cut = [labels for labels in labelled if self.channels.is_cut(labels)]
         for axis, sizes in call.splits:
             self.splits.append(Split(here, self.reshapes[here], sizes, axis))
         self.reshapes[here] += 1
         if type(self.model.get_submodule(here)).__module__.startswith("torch.nn.modules."):
             return  # PyTorch's own layers: what they demand is in _tie_layers
+        for size, labels in _labelled(call.outputs[0], dims):
+            self.reshaped.setdefault((here, size), []).append(labels)
+        given = self.given.get(here, [])
+        for size, labels in _labelled(call.tensors()[0], self.of(call.tensors()[0])):
+            self.derived.append((labels, [other for n, other in given if size % n == 0]))
+
+    def _tie_sizes(self) -> None:
+        """Ties what must be of one size, as chosen; what is frozen by now has its own size."""
         if self.choices.one_number:
-            for size, labels in _labelled(call.outputs[0], dims):
-                if self.channels.is_cut(labels):
-                    self.channels.tie(labels, self.reshaped.setdefault((here, size), labels))
+            for alike in self.reshaped.values():
+                cut = [labels for labels in alike if self.channels.is_cut(labels)]
+                for labels in cut[1:]:
+                    self.channels.tie(cut[0], labels)
         if self.choices.from_input:
-            for axis, (size, labels) in itertools.product(cut, self.given.get(here, [])):
-                if len(axis) % size == 0:
-                    self.channels.fold(axis, len(axis) // size)
-                    self.channels.tie(labels, axis[:size])
+            for axis, given in self.derived:
+                if not self.channels.is_cut(axis):
+                    continue
+                for labels in [g for g in given if self.channels.is_cut(g)] or given:
+                    self.channels.fold(axis, len(axis) // len(labels))
+                    self.channels.tie(labels, axis[: len(labels)])
 
     def _refuse(self, func: Any, call: Call) -> None:
         if any(self.channels.is_cut(labels) for t in call.tensors() for labels in self.of(t)):
@@ -282,6 +291,7 @@ class _Tracer(TorchDispatchMode):
         if self.refusal is not None:
             raise self.refusal
         _tie_layers(self)
+        self._tie_sizes()
         for tensor in self.names.values():
             if id(tensor) not in self.touched:
                 self._freeze(tensor)  # not used in this pass: shared whole
