@@ -186,7 +186,7 @@ def live_bytes() -> int:
     found = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for t in gc.get_objects()
-        if issubclass(type(t), torch.Tensor)
+        if type(t) in (torch.Tensor, torch.nn.Parameter)
     }
     return sum(found.values())
 

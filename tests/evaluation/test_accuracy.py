@@ -130,9 +130,19 @@ def test_a_model_that_diverged_has_no_loss_but_an_accuracy(setup, engine):
     assert 0 <= score.accuracy <= 1
 
 
-def test_an_evaluation_that_fails_says_where_and_why(setup, engine):
-    with pytest.raises(TrainingError, match="evaluation failed on client 7"):
-        evaluate(
-            replace(setup, clients=(Client(7, 1, (0,)),)), fq.HeteroFL(), state_of(setup), engine,
-            held_out=False, testers=(7,),
-        )  # fmt: skip
+def test_held_out_data_that_cannot_be_evaluated_are_an_error(setup, engine):
+    broken = replace(state_of(setup), params={})
+    with pytest.raises(TrainingError, match="held-out data could not be evaluated"):
+        evaluate(setup, fq.HeteroFL(), broken, engine, held_out=True, testers=())
+
+
+def test_a_client_that_fails_is_left_out(setup, engine):
+    stranger = replace(setup, clients=(*setup.clients, Client(99, 1, (0,))))
+    known = tuple(c.id for c in setup.clients)
+
+    def scores(where, testers):
+        return evaluate(
+            where, fq.HeteroFL(), state_of(setup), engine, held_out=False, testers=testers
+        )
+
+    assert scores(stranger, (*known, 99)) == scores(setup, known)

@@ -143,7 +143,7 @@ def live_bytes() -> int:
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for t in gc.get_objects()
-        if issubclass(type(t), Tensor)
+        if type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu"
     }
     return sum(storages.values())
 

@@ -117,10 +117,10 @@ def test_a_closing_phase_moves_only_statistics_up(case):
     if state is None:
         return
     tasks, updates = case.tasks(state), case.updates(state)
-    sizes = case.method.sizes(case.setup)
-    down = sum(4 * (weights(w, 4, case) + statistics(w, case)) + COUNTERS for w in sizes)
-    up = sum(4 * statistics(w, case) for w in sizes)
     for task, update in zip(tasks, updates, strict=True):
+        sizes = case.method.asked_of(case.setup, case.setup.clients[task.client])
+        down = sum(4 * (weights(w, 4, case) + statistics(w, case)) + COUNTERS for w in sizes)
+        up = sum(4 * statistics(w, case) for w in sizes)
         assert sum(num_bytes(case.setup, s) for s in task.subnets) == down
         assert sum(t.nbytes for part in update.params for t in part.values()) == up
 

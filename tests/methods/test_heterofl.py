@@ -59,12 +59,20 @@ def test_phases_end_with_a_query_only_where_there_are_statistics(world):
     assert [p.name for p in method.phases(bare)] == ["train"]
 
 
-def test_the_query_asks_every_client_for_every_size(world):
-    method = fq.HeteroFL(statistics_batch=7)
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({}, ["0.25"]),
+        ({"query_everyone": True}, ["1", "0.5", "0.25"]),
+        ({"assignment": "dynamic", "widths": (1.0, 0.5)}, ["1", "0.5"]),
+    ],
+)
+def test_the_query_asks_a_client_for_the_sizes_it_can_afford_or_for_all(world, options, asked):
+    method = fq.HeteroFL(statistics_batch=7, **options)
     state = replace(method.start(world.setup), phase="statistics")
     (task,) = method.plan(world.setup, state, world.setup.clients[2])
     assert task.recipe == Statistics(7)
-    assert [s.owner for s in task.subnets] == ["1", "0.5", "0.25"]
+    assert [s.owner for s in task.subnets] == asked
 
 
 def test_training_leaves_statistics_out_and_takes_the_leading_channels(world):
@@ -129,10 +137,10 @@ def test_a_width_above_all_that_was_trained_uses_the_largest(world):
     assert method.subnet(world.setup, 1.0).owner == "0.5"
 
 
-def test_sizes_are_the_budgets_and_the_whole(world):
+def test_sizes_are_those_that_budgets_allow(world):
     assert fq.HeteroFL().sizes(world.setup) == (1.0, 0.5, 0.25)
     narrow = replace(world.setup, clients=world.setup.clients[2:])
-    assert fq.HeteroFL().sizes(narrow) == (1.0, 0.25)
+    assert fq.HeteroFL().sizes(narrow) == (0.25,)
 
 
 def test_the_learning_rate_of_a_round_follows_the_milestones(world):

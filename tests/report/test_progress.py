@@ -22,7 +22,7 @@ ROUND = (
     RoundDone(1, "train", 0.5, 1, FAILURES, 10, 10, 1.5),
     RoundStarted(1, "statistics", 1),
     ClientDone(1),
-    Evaluated(1, SCORES, False, 0.1),
+    Evaluated(1, SCORES, (), 0, 0, False, 0.1),
 )
 
 

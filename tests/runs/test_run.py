@@ -226,7 +226,7 @@ def test_a_closing_phase_that_nobody_answers_is_refused(train, traced, people):
 
     with (
         Broken(net, structure, people.data, workers=0) as engine,
-        pytest.raises(TrainingError, match="statistics phase after round 1; client 0: asleep"),
+        pytest.raises(TrainingError, match="phase statistics, round 1; client 0: asleep"),
     ):
         Loop(run.setup, run.method, engine, people.held_out, people.testers).run()
 

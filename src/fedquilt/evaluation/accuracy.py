@@ -59,15 +59,15 @@ def evaluate(
         if c.id in testers
     ]
     results = list(engine.run([*shared, *own]))
-    failed = [r for r in results if isinstance(r, Failure)]
-    if failed:
-        raise TrainingError(f"evaluation failed on client {failed[0].client}: {failed[0].reason}")
-    answers = [r for r in results if isinstance(r, Update)]
+    on_shared, on_own = results[: len(shared)], results[len(shared) :]
+    for result in on_shared:
+        if isinstance(result, Failure):
+            raise TrainingError(f"the held-out data could not be evaluated: {result.reason}")
     scores = []
     for i, (width, subnet) in enumerate(zip(sizes, subnets, strict=True)):
         price = cost(setup.model, setup.structure, subnet, setup.example)
-        accuracy, loss, count = _share(answers[: len(shared)], i)
-        local, _, local_count = _share(answers[len(shared) :], i)
+        accuracy, loss, count = _share(on_shared, i)
+        local, _, local_count = _share(on_own, i)  # clients that failed are left out
         scores.append(
             SizeScore(width, price.params, price.macs, accuracy, local, loss, count or local_count)
         )
@@ -86,8 +86,10 @@ def _held_out_tasks(
     ]
 
 
-def _share(answers: Iterable[Update], size: int) -> tuple[float | None, float | None, int]:
-    listed = list(answers)
+def _share(
+    results: Iterable[Update | Failure], size: int
+) -> tuple[float | None, float | None, int]:
+    listed = [result for result in results if isinstance(result, Update)]
     count = sum(int(a.metrics["examples"]) for a in listed)
     if not count:
         return None, None, 0

@@ -35,7 +35,8 @@ class HeteroFL:
 
     ``assignment`` is ``fixed`` (a client's budget decides its width) or ``dynamic`` (redrawn
     uniformly from ``widths`` for every active client in every round). ``widths`` also names the
-    sizes whose statistics are asked for at the end; by default those that the budgets allow.
+    sizes whose statistics are asked for at the end; by default those that the budgets allow. A
+    client is asked only for sizes that it can afford, unless ``query_everyone`` (as in the paper).
     """
 
     optimiser: Optimiser = field(default_factory=Optimiser)
@@ -46,6 +47,7 @@ class HeteroFL:
     masked: bool = True
     own_rows: bool = True
     statistics_batch: int = 50
+    query_everyone: bool = False
 
     def __post_init__(self) -> None:
         """Refuses settings that contradict each other."""
@@ -76,7 +78,7 @@ class HeteroFL:
         """Algorithm 1: determine the client's level p, W_m <- W_g[: d_m, : k_m], and its work."""
         seed = seed_of(setup.seed, state.round, client.id)
         if state.phase == "statistics":
-            subnets = tuple(self.subnet(setup, width) for width in self.sizes(setup))
+            subnets = tuple(self.subnet(setup, width) for width in self.asked_of(setup, client))
             return [Task(client.id, subnets, state.params, Statistics(self.statistics_batch), seed)]
         width = self.width_of(setup, state.round, client)
         subnet = setup.structure.subnet(width).leaving(STATISTICS)
@@ -97,6 +99,13 @@ class HeteroFL:
         assert self.widths is not None
         draw = np.random.default_rng(seed_of(setup.seed, round, client.id, 1))
         return float(self.widths[draw.integers(len(self.widths))])
+
+    def asked_of(self, setup: Setup, client: Client) -> tuple[float, ...]:
+        """The sizes whose statistics a client is asked for: those that it can afford, or all."""
+        if self.query_everyone or self.assignment == "dynamic":
+            return self.sizes(setup)
+        limit = affordable(setup, client)
+        return tuple(width for width in self.sizes(setup) if width <= limit)
 
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Eqs. 1-3: each cell is averaged over the clients that hold it, each counting once."""

@@ -65,5 +65,5 @@ def affordable(setup: Setup, client: Client) -> float:
 
 
 def budget_sizes(setup: Setup) -> tuple[float, ...]:
-    """The widths that the clients' budgets allow, largest first, and the whole model."""
-    return tuple(sorted({1.0, *(affordable(setup, c) for c in setup.clients)}, reverse=True))
+    """The widths that the clients' budgets allow, largest first."""
+    return tuple(sorted({affordable(setup, c) for c in setup.clients}, reverse=True))

@@ -60,10 +60,16 @@ class RoundDone:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The model has been evaluated after a round; ``is_final`` at the end of the run."""
+    """The model has been finished and evaluated after a round; ``is_final`` at the run's end.
+
+    Failures and bytes are those of the closing phases.
+    """
 
     round: int
     scores: tuple[SizeScore, ...]
+    failures: tuple[Failure, ...]
+    bytes_down: int
+    bytes_up: int
     is_final: bool
     seconds: float
 
@@ -126,8 +132,7 @@ class Loop:
             if done.state.round > last_saved:
                 self._save(done)
             raise
-        finished = self._finished(done.state)
-        return finished, self._evaluate(finished, is_final=True)
+        return self._evaluate(done.state, is_final=True)
 
     def _phase_of(self, round: int) -> Phase:
         for phase in self.method.phases(self.setup):
@@ -144,52 +149,54 @@ class Loop:
     def _round(self, state: State, phase: Phase) -> Checkpoint:
         """One communication round; the state after it, and what clients keep with it."""
         started = time.perf_counter()
-        state = replace(state, phase=phase.name)
-        cohort = sample(self.setup.clients, phase.fraction, seed_of(self.setup.seed, state.round))
-        tasks = [task for c in cohort for task in self.method.plan(self.setup, state, c)]
-        self.watch(RoundStarted(state.round + 1, phase.name, len(tasks)))
-        ledger = _Ledger(self.setup.structure, state.params, self.watch)
-        merged = self.method.merge(self.setup, state, ledger.accepted(self.engine.run(tasks)))
-        ledger.refuse_silence(f"round {state.round + 1}")
+        merged, ledger = self._exchange(state, phase, state.round + 1)
         done = RoundDone(
             state.round + 1,
             phase.name,
             ledger.loss,
             ledger.num_accepted,
             tuple(ledger.failures),
-            sum(num_bytes(self.setup, s) for t in tasks for s in t.subnets),
+            ledger.bytes_down,
             ledger.bytes_up,
             time.perf_counter() - started,
         )
         self._record(done)
         return Checkpoint(replace(merged, round=state.round + 1), self.engine.kept())
 
-    def _finished(self, state: State) -> State:
-        """A copy of the state after the method's closing phases."""
+    def _exchange(self, state: State, phase: Phase, number: int) -> tuple[State, _Ledger]:
+        """Plan, let clients work, merge what is usable."""
+        state = replace(state, phase=phase.name)
+        stream = (2,) if phase.is_closing else ()
+        seed = seed_of(self.setup.seed, state.round, *stream)
+        cohort = sample(self.setup.clients, phase.fraction, seed)
+        tasks = [task for c in cohort for task in self.method.plan(self.setup, state, c)]
+        self.watch(RoundStarted(number, phase.name, len(tasks)))
+        ledger = _Ledger(self.setup.structure, state.params, self.watch)
+        ledger.bytes_down = sum(num_bytes(self.setup, s) for t in tasks for s in t.subnets)
+        merged = self.method.merge(self.setup, state, ledger.accepted(self.engine.run(tasks)))
+        ledger.refuse_silence(f"phase {phase.name}, round {number}")
+        return merged, ledger
+
+    def _finished(self, state: State) -> tuple[State, list[_Ledger]]:
+        """A copy of the state after the method's closing phases, and how those went."""
+        ledgers = []
         for phase in self.method.phases(self.setup):
             if phase.is_closing:
                 for _ in range(phase.rounds):
-                    state = replace(self._closing_round(state, phase), round=state.round)
-        return state
-
-    def _closing_round(self, state: State, phase: Phase) -> State:
-        state = replace(state, phase=phase.name)
-        seed = seed_of(self.setup.seed, state.round, 2)
-        cohort = sample(self.setup.clients, phase.fraction, seed)
-        tasks = [task for c in cohort for task in self.method.plan(self.setup, state, c)]
-        self.watch(RoundStarted(state.round, phase.name, len(tasks)))
-        ledger = _Ledger(self.setup.structure, state.params, self.watch)
-        merged = self.method.merge(self.setup, state, ledger.accepted(self.engine.run(tasks)))
-        ledger.refuse_silence(f"the {phase.name} phase after round {state.round}")
-        return merged
+                    merged, ledger = self._exchange(state, phase, state.round)
+                    state = replace(merged, round=state.round)
+                    ledgers.append(ledger)
+        return state, ledgers
 
     def _evaluate_if_due(self, state: State, total: int) -> None:
         """An evaluation on the way; the one at the end is another matter."""
         if state.round < total and self._is_due(self.pace.evaluate_every, state.round, total):
-            self._evaluate(self._finished(state), is_final=False)
+            self._evaluate(state, is_final=False)
 
-    def _evaluate(self, finished: State, *, is_final: bool) -> tuple[SizeScore, ...]:
+    def _evaluate(self, state: State, *, is_final: bool) -> tuple[State, tuple[SizeScore, ...]]:
+        """The finished state, and its scores."""
         started = time.perf_counter()
+        finished, ledgers = self._finished(state)
         scores = tuple(
             evaluate(
                 self.setup,
@@ -200,8 +207,17 @@ class Loop:
                 testers=self.testers,
             )
         )
-        self._record(Evaluated(finished.round, scores, is_final, time.perf_counter() - started))
-        return scores
+        done = Evaluated(
+            finished.round,
+            scores,
+            tuple(failure for ledger in ledgers for failure in ledger.failures),
+            sum(ledger.bytes_down for ledger in ledgers),
+            sum(ledger.bytes_up for ledger in ledgers),
+            is_final,
+            time.perf_counter() - started,
+        )
+        self._record(done)
+        return finished, scores
 
     def _save(self, done: Checkpoint) -> None:
         if self.folder is not None:
@@ -291,7 +307,7 @@ class _Ledger:
         self._structure, self._params, self._watch = structure, params, watch
         self.failures: list[Failure] = []
         self.num_accepted = 0
-        self.bytes_up = 0
+        self.bytes_down = self.bytes_up = 0
         self._loss = self._examples = 0.0
 
     def accepted(self, results: Iterable[Update | Failure]) -> Iterator[Update]:

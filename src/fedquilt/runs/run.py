@@ -52,13 +52,20 @@ class Run:
         """The seed that the run can be repeated with."""
         return self.setup.seed
 
-    def customize(self, width: float = 1.0, **limits: int) -> nn.Module:
-        """An ordinary module of a width, or the widest within limits.
+    def customize(self, width: float | None = None, **limits: int) -> nn.Module:
+        """An ordinary module of a width (the largest trained one), or the widest within limits.
 
         Limits are ``params``, ``macs``, ``memory`` and ``upload``.
         """
+        if self.method.home:
+            raise ConfigError(
+                "this method's models stay on the clients, so there is none to take away; "
+                "train with a method that shares its model, such as heterofl"
+            )
         try:
-            budget = Budget(width, **limits)
+            budget = Budget(
+                max(self.method.sizes(self.setup)) if width is None else width, **limits
+            )
         except TypeError:
             raise ConfigError(
                 "a model is customized by width, params, macs, memory or upload, got "

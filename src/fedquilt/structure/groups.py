@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from fedquilt.errors import StructureError
 from fedquilt.structure.channels import FROZEN, Labels
@@ -80,21 +81,23 @@ class Structure:
         axes: Mapping[str, Sequence[str | None]],
         *,
         sizes: Mapping[str, str] | None = None,
+        classes: str | None = None,
         example: Example | None = None,
     ) -> Structure:
         """The structure as you state it, for a model that cannot be followed.
 
         ``axes`` names the width group (or None) of every dimension of the tensors that are cut;
         tensors it leaves out are shared whole. ``sizes`` maps plain numbers of modules to the
-        group whose size they are: ``{"attention.head_dim": "head"}``. With an ``example`` the
-        declaration is checked as a trace would be.
+        group whose size they are: ``{"attention.head_dim": "head"}``. ``classes`` names the group
+        of the outputs, which no width cuts. With an ``example`` the declaration is checked as a
+        trace would be.
 
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> axes = {"0.weight": ("h", None), "0.bias": ("h",), "2.weight": (None, "h")}
         >>> Structure.declare(net, axes).groups["h"]
         Group(name='h', size=8, is_cut=True)
         """
-        structure = _declared(model, axes, sizes or {})
+        structure = _declared(model, axes, sizes or {}, classes)
         if example is not None:
             from fedquilt.structure.check import check
 
@@ -318,7 +321,10 @@ def owner_of(trace: Trace, structure: Structure) -> Owner:
 
 
 def _declared(
-    model: nn.Module, axes: Mapping[str, Sequence[str | None]], sizes: Mapping[str, str]
+    model: nn.Module,
+    axes: Mapping[str, Sequence[str | None]],
+    sizes: Mapping[str, str],
+    classes: str | None,
 ) -> Structure:
     tensors = named_tensors(model)
     groups: dict[str, Group] = {}
@@ -342,8 +348,25 @@ def _declared(
             raise StructureError(f"sizes['{place}'] names group '{group}', which no axis follows")
         axis = (Span(group, tuple(range(groups[group].size))),)
         numbers.append(Size(module, attribute, None, axis))
+    if classes is not None:
+        if classes not in groups:
+            raise StructureError(f"classes names group '{classes}', which no axis follows")
+        groups[classes] = Group(classes, groups[classes].size, is_cut=False)
     shapes = {n: tuple(t.shape) for n, t in tensors.items()}
-    return Structure(groups, found, shapes, sizes=tuple(numbers), is_exact=False)
+    return Structure(
+        groups, found, shapes, _running_statistics(model), classes, tuple(numbers), is_exact=False
+    )
+
+
+def _running_statistics(model: nn.Module) -> frozenset[str]:
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    return frozenset(
+        names[id(statistic)]
+        for layer in model.modules()
+        if isinstance(layer, _NormBase)
+        for statistic in (layer.running_mean, layer.running_var)
+        if statistic is not None
+    )
 
 
 def _whole(group: str | None, size: int, tensor: str, groups: dict[str, Group]) -> Axis | None:
