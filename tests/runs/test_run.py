@@ -235,3 +235,18 @@ def test_fingerprints_do_not_depend_on_the_process(train):
     run = train(rounds=1)
     assert len(fingerprint(run.setup, run.method)) == 64
     assert fingerprint(run.setup, run.method) == fingerprint(replace(run.setup), run.method)
+
+
+def test_personal_models_cannot_be_taken_away(train):
+    run = train(method=fq.standalone(STEPS), rounds=1)
+    with pytest.raises(ConfigError, match="stay on the clients"):
+        run.customize(width=0.5)
+
+
+def test_limits_choose_the_widest_size_that_was_trained(train):
+    run = train(rounds=1)
+    sizes = run.method.sizes(run.setup)
+    limit = sum(p.numel() for p in run.customize(width=sizes[1]).parameters()) + 1
+    small = run.customize(params=limit)
+    assert small.fedquilt_width == sizes[1]
+    assert run.customize().fedquilt_width == sizes[0]

@@ -285,6 +285,19 @@ def test_a_declared_structure_is_cut_as_stated():
     torch.testing.assert_close(small(x), masked(model, structure, subnet)(x))
 
 
+def test_declared_outputs_are_not_cut_and_statistics_are_known():
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    axes = {f"1.{n}": ("h",) for n in ("weight", "bias", "running_mean", "running_var")}
+    axes |= {"0.weight": ("h", None), "0.bias": ("h",)}
+    axes |= {"2.weight": ("y", "h"), "2.bias": ("y",)}
+    structure = Structure.declare(model, axes, classes="y", example=torch.zeros(2, 8))
+    assert structure.classes == "y"
+    assert structure.cut_groups() == ["h"]
+    assert structure.statistics == {"1.running_mean", "1.running_var"}
+    with pytest.raises(StructureError, match="'z', which no axis follows"):
+        Structure.declare(model, axes, classes="z")
+
+
 @pytest.mark.parametrize(
     ("axes", "sizes", "message"),
     [
