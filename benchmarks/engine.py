@@ -27,7 +27,7 @@ from fedquilt.models.heterofl import CNN
 from fedquilt.structure.cut import load
 from fedquilt.structure.trace import named_tensors
 
-CLIENTS, EXAMPLES, BATCH = 10, 100, 10
+CLIENTS, EXAMPLES, BATCH = 10, 300, 10
 SETTINGS = fq.Optimiser(lr=0.01, epochs=1, batch_size=BATCH, clip=None)
 
 

@@ -57,10 +57,13 @@ def test_whole_models_of_equal_weight_give_fedavg_bit_for_bit(case):
     updates = [Update(i, (Subnet(),), (tensors,), 1.0, {}) for i, tensors in enumerate(sent)]
     expected = {}
     for name, old in state.params.items():
-        total = torch.zeros_like(old)
-        for tensors in sent:
-            total = total + (tensors[name] - old)
-        expected[name] = old + total / len(sent) if old.is_floating_point() else old
+        mean = sent[0][name]
+        for number, tensors in enumerate(sent[1:], start=2):  # FedAvg as a running mean
+            if old.is_floating_point():
+                mean = torch.lerp(mean, tensors[name], 1 / number)
+        expected[name] = mean
+        plain = torch.stack([tensors[name] for tensors in sent]).double().mean(0)
+        torch.testing.assert_close(mean.double(), plain, rtol=1e-5, atol=1e-6)
     assert case.bits(case.merge(state, updates)) == case.bits(expected)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,8 +14,6 @@ from fedquilt.federation.client import Update
 from fedquilt.structure.cut import WHOLE, Index, Params, cells, put, source_name, view
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
-
-IN_CACHE = 2**15  # numbers that are worked on at a time
 
 
 def average(params: Params, structure: Structure, updates: Iterable[Update]) -> dict[str, Tensor]:
@@ -25,7 +24,7 @@ def average(params: Params, structure: Structure, updates: Iterable[Update]) -> 
         w_c <- w_c + Σ_{u in S_c} a_u (w_{u,c} - w_c) / Σ_{u in S_c} a_u    if S_c is not empty,
         w_c <- w_c                                                          otherwise,
 
-    with a_u = ``update.weight``: the weighted mean of what came back, written so that what did not
+    with a_u = ``update.weight``: the weighted mean of what came back, computed so that what did not
     change stays the same to the last bit. Updates are taken one at a time and never kept.
 
     Running statistics are averaged like any other cell, if they are part of the subnet. Integer
@@ -60,14 +59,26 @@ def _stretches(index: tuple[Index, ...]) -> tuple[slice, ...] | None:
     return found if len(found) == len(index) else None
 
 
+@dataclass
+class _Sum:
+    """What has come for one tensor: a mean over the first holder's place, and a sum elsewhere.
+
+    Most clients hold the same place of a tensor, and a mean there costs one pass over the update.
+    """
+
+    first: _Place
+    mean: Tensor  # over the updates that hold just that place
+    weight: float
+    rest: Tensor | None = None  # Σ a_u (w_u - w) of the others
+
+
 class Mean:
-    """A mean in the making: it holds one model, whatever the number of updates."""
+    """A mean in the making: it holds no update, and no more however many there were."""
 
     def __init__(self, params: Params, structure: Structure) -> None:
         self._params, self._structure = params, structure
-        self._total: dict[str, Tensor] = {}
-        self._weights: dict[Subnet, float] = {}  # instead of a second model of weights per cell
-        self._scratch = torch.empty(0)
+        self._sums: dict[str, _Sum] = {}
+        self._weights: dict[Subnet, float] = {}  # instead of a model of weights per cell
 
     def add(self, update: Update) -> None:
         """Adds one update; its tensors may be thrown away afterwards."""
@@ -79,37 +90,21 @@ class Mean:
                     self._add_cells(place, new, update.weight)
 
     def _add_cells(self, place: _Place, new: Tensor, weight: float) -> None:
-        old = self._old(place)
-        total = self._total.get(place.target)
-        if total is None:
-            total = self._total[place.target] = torch.zeros_like(old)
-        if place.stretches is not None:
-            self._add_change(total[place.stretches], new, old[place.stretches], weight)
+        found = self._sums.get(place.target)
+        if found is None:
+            self._sums[place.target] = _Sum(place, new.clone(), weight)
+        elif _is_same(place, found.first):
+            found.weight += weight
+            if weight:
+                found.mean.lerp_(new, weight / found.weight)
         else:
-            held = view(total, place.index)
-            self._add_change(held, new, view(old, place.index), weight)
-            put(total, place.index, held)
-
-    def _add_change(self, total: Tensor, new: Tensor, old: Tensor, weight: float) -> None:
-        """total += weight * (new - old), a few rows at a time so that the change stays in cache."""
-        if new.numel() <= IN_CACHE:
-            total.add_(torch.sub(new, old, out=self._room(new)), alpha=weight)
-            return
-        rows = max(1, IN_CACHE * len(new) // new.numel())
-        for some, fresh, before in zip(
-            total.split(rows), new.split(rows), old.split(rows), strict=True
-        ):
-            some.add_(torch.sub(fresh, before, out=self._room(fresh)), alpha=weight)
+            if found.rest is None:
+                found.rest = _zeros(self._old(place))
+            _add_to(found.rest, place, new.sub(view(self._old(place), place.index)), weight)
 
     def _old(self, place: _Place) -> Tensor:
         old = self._params.get(place.target)
         return self._params[place.name] if old is None else old
-
-    def _room(self, like: Tensor) -> Tensor:
-        """Memory for one tensor, used again for the next."""
-        if self._scratch.numel() < like.numel() or self._scratch.dtype != like.dtype:
-            self._scratch = torch.empty(like.numel(), dtype=like.dtype)
-        return self._scratch[: like.numel()].view(like.shape)
 
     def result(self) -> dict[str, Tensor]:
         """New tensors; where nobody sent anything, the old ones."""
@@ -118,20 +113,70 @@ class Mean:
         for subnet, weight in self._weights.items():
             for place in _places(self._structure, subnet):
                 holders.setdefault(place.target, []).append((place, weight))
-        for target in list(self._total):
-            total, held = self._total.pop(target), holders[target]
-            averaged[target] = total.div_(_weight_of(held, total)).add_(self._old(held[0][0]))
+        for target in list(self._sums):
+            averaged[target] = self._averaged(self._sums.pop(target), holders[target])
         return averaged
 
+    def _averaged(self, found: _Sum, holders: Sequence[tuple[_Place, float]]) -> Tensor:
+        old = self._old(found.first)
+        if found.rest is None and found.weight and found.mean.shape == old.shape:
+            return found.mean
+        new = old.clone()
+        if found.rest is None:
+            if found.weight:
+                _write(new, found.first, found.mean)
+            return new
+        change = found.mean.sub_(view(old, found.first.index))
+        _add_to(found.rest, found.first, change, found.weight)
+        bounds = _bounds([place for place, _ in holders])
+        new[bounds].add_(found.rest[bounds].div_(_weight_per_cell(holders, bounds, old)))
+        return new
 
-def _weight_of(holders: Sequence[tuple[_Place, float]], like: Tensor) -> Tensor | float:
-    """The sum of weights per cell (1 where there is none); a number if all held the whole."""
-    if all(i == WHOLE for place, _ in holders for i in place.stretches or (None,)):
-        return sum(weight for _, weight in holders) or 1.0
-    weights = torch.zeros_like(like)
+
+def _is_same(place: _Place, other: _Place) -> bool:
+    return place is other or (place.stretches is not None and place.stretches == other.stretches)
+
+
+def _add_to(total: Tensor, place: _Place, values: Tensor | float, weight: float = 1.0) -> None:
+    """total[place] += weight * values."""
+    if place.stretches is not None:
+        total[place.stretches].add_(values, alpha=weight)
+    else:
+        put(total, place.index, view(total, place.index).add_(values, alpha=weight))
+
+
+def _write(total: Tensor, place: _Place, values: Tensor) -> None:
+    if place.stretches is not None:
+        total[place.stretches] = values
+    else:
+        put(total, place.index, values)
+
+
+def _bounds(places: Sequence[_Place]) -> tuple[slice, ...]:
+    """The smallest block that holds every place; cells outside of it stay as they are."""
+    indices = [place.stretches for place in places if place.stretches is not None]
+    if len(indices) < len(places):
+        return ()
+    return tuple(
+        WHOLE if WHOLE in axis else slice(min(i.start for i in axis), max(i.stop for i in axis))
+        for axis in zip(*indices, strict=True)
+    )
+
+
+def _weight_per_cell(
+    holders: Sequence[tuple[_Place, float]], bounds: tuple[slice, ...], like: Tensor
+) -> Tensor:
+    """The sum of weights per cell of a block; 1 where there is none."""
+    weights = _zeros(like)
     for place, weight in holders:
-        if place.stretches is not None:
-            weights[place.stretches].add_(weight)
-        else:
-            put(weights, place.index, view(weights, place.index).add_(weight))
-    return weights.masked_fill_(weights == 0, 1.0)
+        _add_to(weights, place, weight)
+    block = weights[bounds]
+    return block.masked_fill_(block == 0, 1.0)
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Zeros whose memory is taken from the system only where it is used."""
+    if like.dtype in (torch.float32, torch.float64):
+        kind = np.float32 if like.dtype == torch.float32 else np.float64
+        return torch.from_numpy(np.zeros(tuple(like.shape), kind))
+    return torch.zeros_like(like)

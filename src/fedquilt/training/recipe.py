@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.federation.client import Task, Update
-from fedquilt.structure.cut import Params, build, load, positions, take, view
+from fedquilt.structure.cut import Params, build, cells, load, positions, take, view
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
@@ -59,9 +59,8 @@ class Workbench:
         load(module, take(params, self.structure, subnet.leaving(*home)))
         left_out = self.structure.matching(subnet.without) | self.structure.matching(home)
         if left_out:
-            initial = {n: t.detach() for n, t in named_tensors(self.model).items()}
-            fresh = take(initial, self.structure, shape)
-            load(module, {name: fresh[name] for name in left_out})
+            initial, where = named_tensors(self.model), cells(self.structure, shape)
+            load(module, {n: view(initial[n].detach(), where[n]) for n in left_out})
         if home and self.kept is not None:
             load(module, self.kept)
         return module
