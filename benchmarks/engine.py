@@ -1,6 +1,6 @@
 """Engine overhead: a round of the local engine against a bare PyTorch loop on the same work.
 
-    python benchmarks/engine.py [--rounds 5] [--json]
+    python benchmarks/engine.py [--rounds 5] [--widths 1,0.25,0.125,0.0625] [--json]
 
 Each client trains the same subnet on the same number of batches in both. Printed are ratios within
 this one run: one worker against the loop with one thread (at most 1.10 is wanted), and two workers
@@ -129,9 +129,11 @@ def measure(width: float, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--widths", default="1,0.25,0.125,0.0625")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows = [measure(width, options.rounds) for width in (1.0, 0.25, 0.125, 0.0625)]
+    widths = [float(width) for width in options.widths.split(",")]
+    rows = [measure(width, options.rounds) for width in widths]
     if options.json:
         print(json.dumps(rows))
         return

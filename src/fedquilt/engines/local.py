@@ -93,7 +93,8 @@ class LocalEngine:
     def run(self, tasks: Sequence[Task]) -> Iterator[Update | Failure]:
         """Does the tasks; yields in their order."""
         if self._workers:
-            yield from self._run_in_workers(tasks)
+            with one_thread():  # the cores are the workers'; more threads here would wait for them
+                yield from self._run_in_workers(tasks)
         else:
             yield from (self._run_here(task) for task in tasks)
 
