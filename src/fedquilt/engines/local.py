@@ -27,10 +27,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
+from fedquilt.engines import flat
 from fedquilt.engines.kept import KeptStates, is_sound, read, write
 from fedquilt.engines.spool import Spool
 from fedquilt.federation.client import Failure, Task, Update
@@ -67,6 +68,7 @@ class _Answer:
     subnets: tuple[Subnet, ...] = ()
     weight: float = 0.0
     metrics: Mapping[str, float] | None = None
+    slots: tuple[flat.Slot, ...] = ()
     kept_state: bool = False
     problem: str | None = None
 
@@ -162,7 +164,7 @@ class LocalEngine:
             params,
             self._states.current(task.client),
             self._states.next(task.client),
-            self._spool.folder / f"update-{self._next_number()}.safetensors",
+            self._spool.folder / f"update-{self._next_number()}",
         )
 
     def _next_number(self) -> int:
@@ -227,7 +229,7 @@ class LocalEngine:
             return Failure(order.client, answer.problem)
         if answer.kept_state:
             self._states.advance(order.client)
-        tensors = load_file(order.answer) if answer.subnets else {}
+        tensors = flat.read(order.answer, answer.slots) if answer.subnets else {}
         order.answer.unlink(missing_ok=True)
         return Update(
             order.client,
@@ -283,7 +285,7 @@ def _share(subnet: Subnet, structure: Structure) -> float:
 
 
 def _packed(parts: Sequence[Params]) -> dict[str, Tensor]:
-    return {f"{i}/{n}": t.contiguous() for i, part in enumerate(parts) for n, t in part.items()}
+    return {f"{i}/{n}": t for i, part in enumerate(parts) for n, t in part.items()}
 
 
 def _unpacked(tensors: Params, count: int) -> tuple[dict[str, Tensor], ...]:
@@ -400,11 +402,12 @@ def _work(pipe: Connection, parents_end: Connection, bench: Workbench, parent: i
 def _do(order: _Order, bench: Workbench, params: _Params) -> _Answer:
     task = Task(order.client, order.subnets, params.read(order.params), order.recipe, order.seed)
     update, state = do_task(task, bench, read(order.state))
-    if update.subnets:
-        save_file(_packed(update.params), order.answer)
+    slots = flat.write(order.answer, _packed(update.params)) if update.subnets else ()
     if state is not None:
         write(order.next_state, state)
-    return _Answer(order.number, update.subnets, update.weight, update.metrics, state is not None)
+    return _Answer(
+        order.number, update.subnets, update.weight, update.metrics, slots, state is not None
+    )
 
 
 class _Params:
