@@ -15,10 +15,10 @@ import ctypes
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from resident import from_here, largest
 
 import fedquilt as fq
 from fedquilt.models import make
@@ -46,10 +46,10 @@ def measured(name: str, shape: tuple[int, ...], width: float, batch: int) -> dic
     weights = sum(t.nbytes for t in small.state_dict().values())
     tiny = fq.build(model, structure, structure.subnet(0.05)).train()
     _step(tiny, shape, 4)  # kernels are loaded
-    before = _resident()
+    before = from_here()
     for _ in range(3):
         _step(small, shape, batch)
-    peak = _memory("VmHWM")
+    peak = largest()
     return {"predicted": predicted, "measured": peak - before + weights}
 
 
@@ -66,20 +66,6 @@ def _step(model: torch.nn.Module, shape: tuple[int, ...], batch: int) -> None:
         sgd.zero_grad()
         F.cross_entropy(model(x), y).backward()
         sgd.step()
-
-
-def _memory(field: str) -> int:
-    """Bytes of this process: VmRSS is now, VmHWM the largest since it was last reset."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"this system does not tell {field}")
-
-
-def _resident() -> int:
-    """Memory in use now; the largest is counted from here on."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _memory("VmRSS")
 
 
 def main() -> None:

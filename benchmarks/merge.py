@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from resident import from_here, largest
 from safetensors.torch import load_file, save_file
 
 import fedquilt as fq
@@ -78,24 +79,10 @@ def peak_models(updates: int) -> float:
             for client in range(updates):
                 yield fq.Update(client, (subnet,), (load_file(path),), 1.0, {})
 
-        before = _resident()
+        before = from_here()
         fq.average(params, structure, arriving())
-        peak = _memory("VmHWM")
+        peak = largest()
     return (peak - before + size) / size  # the model that was there before counts
-
-
-def _memory(field: str) -> int:
-    """Bytes of this process: VmRSS is now, VmHWM the largest since it was last reset."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"this system does not tell {field}")
-
-
-def _resident() -> int:
-    """Memory in use now; the largest is counted from here on."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _memory("VmRSS")
 
 
 def main() -> None:
