@@ -1,13 +1,11 @@
-import tomllib
-
 import pytest
 
-from fedquilt.config import as_toml, checked, method_of, source_of
+from fedquilt.config import as_toml, checked, method_of, read, source_of
 from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS
 
 
-def test_settings_survive_being_written_and_read():
+def test_settings_survive_being_written_and_read(tmp_path):
     config = checked(
         {
             "rounds": 3,
@@ -17,7 +15,8 @@ def test_settings_survive_being_written_and_read():
             "optimiser": {"milestones": [1, 2], "clip": 0},
         }
     )
-    assert checked(tomllib.loads(as_toml(config))) == config
+    (tmp_path / "config.toml").write_text(as_toml(config))
+    assert checked(read(tmp_path / "config.toml")) == config
 
 
 @pytest.mark.parametrize("name", METHODS)
