@@ -442,6 +442,5 @@ def keep_memory() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(-4, 0)  # M_MMAP_MAX
-            libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-            libc.mallopt(-2, 2**26)  # M_TOP_PAD
+            libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GB that was freed
+            libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: of blocks up to 32 MB
