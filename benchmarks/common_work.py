@@ -67,7 +67,7 @@ def peer(command: list[str], folder: Path) -> float:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1])
     value = next(iter(found.values()))
-    return float(statistics.median(value[1:]) if isinstance(value, list) else value)
+    return float(value["median"] if isinstance(value, dict) else value)
 
 
 def main() -> None:
