@@ -63,4 +63,4 @@ def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
     # one read: a sum is finite unless a value is not, or finite values overflow it
-    return bool(tensor.sum().isfinite()) or bool(torch.isfinite(tensor).all())
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
