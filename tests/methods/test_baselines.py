@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import fedquilt as fq
 from fedquilt.engines.local import one_thread
@@ -76,6 +77,12 @@ def torch_file(engine, client):
     from safetensors.torch import load_file
 
     return load_file(engine._states.current(client))
+
+
+def test_the_output_layer_is_found_whatever_it_is_called():
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    structure = fq.Structure.trace(model, torch.zeros(1, 4))
+    assert structure.matching(fq.lg_fedavg().home) == {"0.weight", "0.bias"}
 
 
 def test_lg_fedavg_shares_the_classifier_alone(world, optimiser, same):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -59,7 +58,7 @@ class HeteroFL:
             if not 0 < width <= 1:
                 raise ConfigError(f"widths are fractions in (0, 1], got {width}")
 
-    @cached_property
+    @property
     def home(self) -> tuple[str, ...]:
         """Nothing stays on the client: every round is independent (Sec. 3.2)."""
         return ()

@@ -8,6 +8,7 @@ and share the layers above.
 from __future__ import annotations
 
 from fedquilt.methods.fedavg import FedAvg
+from fedquilt.structure.groups import OUTPUTS
 from fedquilt.training.sgd import Optimiser
 
 
@@ -22,8 +23,8 @@ def lg_fedavg(
     optimiser: Optimiser | None = None,
     fraction: float = 0.1,
     width: float = 1.0,
-    shared: tuple[str, ...] = ("classifier.*",),
+    shared: tuple[str, ...] = (OUTPUTS,),
 ) -> FedAvg:
-    """Clients share the tensors that match ``shared`` and keep all others to themselves."""
+    """Clients share the tensors that match ``shared`` (the output layer), and keep all others."""
     home = ("*", *(f"!{pattern}" for pattern in shared))
     return FedAvg(optimiser or Optimiser(clip=None), fraction, width, home=home)

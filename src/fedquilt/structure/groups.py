@@ -18,6 +18,7 @@ from fedquilt.structure.subnet import Subnet, prefix
 from fedquilt.structure.trace import Choices, Example, Trace, follow, named_tensors
 
 STATISTICS = ":statistics"  # running statistics of batch normalisation
+OUTPUTS = ":outputs"  # tensors with an axis of the classes
 
 
 @dataclass(frozen=True)
@@ -146,14 +147,22 @@ class Structure:
             found: set[str] = set()
             for pattern in patterns:
                 word = pattern.removeprefix("!")
-                meant = (
-                    self.statistics
-                    if word == STATISTICS
-                    else frozenset(fnmatch.filter(self.shapes, word))
-                )
+                meant = self._meant(word)
                 found = found | meant if word == pattern else found - meant
             self._names[patterns] = frozenset(found)
         return self._names[patterns]
+
+    def _meant(self, word: str) -> frozenset[str]:
+        if word == STATISTICS:
+            return self.statistics
+        if word == OUTPUTS:
+            classes = self.classes
+            return frozenset(
+                name
+                for name, axes in self.axes.items()
+                if classes is not None and any(follows(axis, classes) for axis in axes)
+            )
+        return frozenset(fnmatch.filter(self.shapes, word))
 
     def validate(self, subnet: Subnet) -> None:
         """Refuses a subnet that names groups or channels which are not here."""
