@@ -1,10 +1,10 @@
 """The common work against peers: FedAvg, 50 clients a round × 50 images, batch 10, a small CNN.
 
-    python benchmarks/common_work.py FOLDER [--rounds 5] [--pfl VENV] [--flower VENV]
+    python benchmarks/common_work.py FOLDER [--rounds 5] [--sittings 5] [--pfl VENV] [--flower VENV]
 
 FOLDER holds ``work.py`` (the net, the data, which images each client has) and the peers' scripts.
-Each contestant runs in turn, in a process of its own, on the same machine in one sitting; printed
-are seconds a round (median) and ratios to pfl-research.
+Each contestant runs in a process of its own, all of them in turn, several times; printed are
+seconds a round (medians) and ratios.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sittings", type=int, default=5, help="turns of every contestant")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--pfl", type=Path, help="a virtual environment with pfl")
     parser.add_argument("--flower", type=Path, help="a virtual environment with flwr[simulation]")
@@ -87,18 +88,30 @@ def main() -> None:
         print(json.dumps({"ours": ours(work, options.ours, options.rounds, options.workers)}))
         return
     for width in WIDTHS:
-        rounds = str(options.rounds)
-        me = [sys.executable, str(Path(__file__).resolve()), str(folder), "--rounds", rounds]
-        mine = [*me, "--workers", str(options.workers), "--ours", str(width)]
-        row = {"width": width, "fedquilt": peer(mine, folder)}
-        if options.pfl:
-            python = str(options.pfl.resolve() / "bin" / "python")
-            row["pfl-research"] = peer([python, "pfl_peer.py", rounds, str(width)], folder)
-            row["fedquilt / pfl-research"] = round(row["fedquilt"] / row["pfl-research"], 3)
-        if options.flower:
-            script = ["bash", "flower_peer/run.sh", str(options.flower.resolve()), str(width)]
-            row["flower"] = peer(script, folder)
-        print(json.dumps(row), flush=True)
+        print(json.dumps(compared(width, options)), flush=True)
+
+
+def compared(width: float, options: argparse.Namespace) -> dict[str, object]:
+    """Medians over several sittings, contestants in turn, so that noise falls on all of them."""
+    folder, rounds = options.folder.resolve(), str(options.rounds)
+    me = [sys.executable, str(Path(__file__).resolve()), str(folder), "--rounds", rounds]
+    commands = {"fedquilt": [*me, "--workers", str(options.workers), "--ours", str(width)]}
+    if options.pfl:
+        python = str(options.pfl.resolve() / "bin" / "python")
+        commands["pfl-research"] = [python, "pfl_peer.py", rounds, str(width)]
+    if options.flower:
+        script = ["bash", "flower_peer/run.sh", str(options.flower.resolve()), str(width)]
+        commands["flower"] = script
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(options.sittings):
+        for name, command in commands.items():
+            seconds[name].append(round(peer(command, folder), 3))
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    row: dict[str, object] = {"width": width, **medians}
+    for name in medians:
+        if name != "fedquilt":
+            row[f"fedquilt / {name}"] = round(medians["fedquilt"] / medians[name], 3)
+    return {**row, "sittings": seconds}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -15,7 +16,7 @@ from fedquilt.federation.client import Task
 from fedquilt.structure.cut import build, take
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.losses import cross_entropy, label_mask, masked
-from fedquilt.training.sgd import SGD, Optimiser, batches
+from fedquilt.training.sgd import SGD, Descent, Optimiser, batches
 from fedquilt.training.statistics import Statistics
 
 SETTINGS = {
@@ -173,3 +174,30 @@ def test_what_comes_back_is_the_benchs_no_more(structure, bench, params):
     before = {n: t.clone() for n, t in first.params[0].items()}
     recipe.run(Task(1, (Subnet(),), params, recipe, 4), bench)
     assert all(t.equal(before[n]) for n, t in first.params[0].items())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize("clip", [None, 0.05, 1e6])
+def test_descent_makes_the_steps_of_torch_sgd(momentum, weight_decay, clip):
+    torch.manual_seed(0)
+    ours = nn.ParameterList([torch.randn(4, 3), torch.randn(4), torch.randn(2)])
+    theirs = copy.deepcopy(ours)
+    settings = Optimiser(momentum=momentum, weight_decay=weight_decay, clip=clip)
+    descent = Descent(ours, settings, lr=0.1)
+    sgd = torch.optim.SGD(theirs, lr=0.1, momentum=momentum, weight_decay=weight_decay)
+    for step in range(4):
+        x = torch.randn(5, 3)
+
+        def loss(weights, x=x, step=step):
+            # the two bias terms share one gradient tensor; the last weight is used late
+            found = (x @ weights[0].T + weights[1] + weights[1]).square().mean()
+            return found + weights[2].sum() if step > 1 else found
+
+        descent.step(loss(ours))
+        sgd.zero_grad()
+        loss(theirs).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(theirs, clip)
+        sgd.step()
+        torch.testing.assert_close(list(ours), list(theirs), rtol=1e-5, atol=1e-6)

@@ -82,21 +82,28 @@ class Mean:
 
     def add(self, update: Update) -> None:
         """Adds one update; its tensors may be thrown away afterwards."""
+        moves: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # by how far, all in one call
         for subnet, tensors in zip(update.subnets, update.params, strict=True):
             self._weights[subnet] = self._weights.get(subnet, 0.0) + update.weight
             for place in _places(self._structure, subnet):
                 new = tensors[place.name]
-                if new.is_floating_point():
-                    self._add_cells(place, new, update.weight)
+                if not new.is_floating_point():
+                    continue
+                found = self._sums.get(place.target)
+                if found is not None and _is_same(place, found.first):
+                    found.weight += update.weight
+                    if update.weight:
+                        means, news = moves.setdefault(update.weight / found.weight, ([], []))
+                        means.append(found.mean)
+                        news.append(new)
+                else:
+                    self._add_cells(found, place, new, update.weight)
+        for share, (means, news) in moves.items():
+            torch._foreach_lerp_(means, news, share)
 
-    def _add_cells(self, place: _Place, new: Tensor, weight: float) -> None:
-        found = self._sums.get(place.target)
+    def _add_cells(self, found: _Sum | None, place: _Place, new: Tensor, weight: float) -> None:
         if found is None:
             self._sums[place.target] = _Sum(place, new.clone(), weight)
-        elif _is_same(place, found.first):
-            found.weight += weight
-            if weight:
-                found.mean.lerp_(new, weight / found.weight)
         else:
             if found.rest is None:
                 found.rest = _zeros(self._old(place))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -172,7 +173,8 @@ class Loop:
         tasks = [task for c in cohort for task in self.method.plan(self.setup, state, c)]
         self.watch(RoundStarted(number, phase.name, len(tasks)))
         ledger = _Ledger(self.setup.structure, state.params, self.watch)
-        ledger.bytes_down = sum(num_bytes(self.setup, s) for t in tasks for s in t.subnets)
+        sent = Counter(subnet for task in tasks for subnet in task.subnets)
+        ledger.bytes_down = sum(num_bytes(self.setup, s) * count for s, count in sent.items())
         merged = self.method.merge(self.setup, state, ledger.accepted(self.engine.run(tasks)))
         ledger.refuse_silence(f"phase {phase.name}, round {number}")
         return merged, ledger

@@ -28,6 +28,7 @@ from fedquilt.structure.channels import Labels
 from fedquilt.structure.cut import build, cells, positions, put
 from fedquilt.structure.groups import Axis, Size, Structure, axis_of, follows, owner_of, traced
 from fedquilt.structure.layers import may_hold_sizes
+from fedquilt.structure.layout import takes_channels_last
 from fedquilt.structure.operations import NOISE, base_name
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import (
@@ -61,7 +62,7 @@ def traced_and_checked(model: nn.Module, example: Example, exclude: tuple[str, .
             except StructureError as problem:
                 first = first or problem
             else:
-                return structure
+                return replace(structure, channels_last=takes_channels_last(model, example))
     assert first is not None
     raise first
 

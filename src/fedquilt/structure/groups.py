@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -63,6 +63,7 @@ class Structure:
     classes: str | None = None  # the group of the model's outputs
     sizes: tuple[Size, ...] = ()
     is_exact: bool = True  # nothing is computed across channels: subnet = masked supernet
+    channels_last: bool = False  # the model takes images laid out so in memory
     _names: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -101,8 +102,10 @@ class Structure:
         structure = _declared(model, axes, sizes or {}, classes)
         if example is not None:
             from fedquilt.structure.check import check
+            from fedquilt.structure.layout import takes_channels_last
 
             check(model, structure, example)
+            structure = replace(structure, channels_last=takes_channels_last(model, example))
         return structure
 
     def subnet(

@@ -13,6 +13,7 @@ from fedquilt.data import ClientData
 from fedquilt.federation.client import Task, Update
 from fedquilt.structure.cut import Params, build, cells, load, positions, take, view
 from fedquilt.structure.groups import Structure
+from fedquilt.structure.layout import lay_out
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 
@@ -52,6 +53,8 @@ class Workbench:
         shape = Subnet(subnet.kept)
         if shape not in self._built:
             self._built[shape] = build(self.model, self.structure, shape)
+            if self.structure.channels_last:
+                lay_out(self._built[shape])
             if len(self._built) > MOST_MODELS:
                 self._built.popitem(last=False)
         self._built.move_to_end(shape)
