@@ -135,6 +135,65 @@ def test_integers_and_booleans_stay_the_servers(structure, params, cohort):
     assert {n for n in found if n.startswith(("count", "flag"))} == {"count", "flag"}
 
 
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    cohort=st.lists(
+        st.tuples(
+            st.sets(st.integers(0, 3), min_size=1),
+            st.sampled_from([0.0, 1.0, 3.0, 600.0]),
+            st.integers(0, 99),
+        ),
+        max_size=5,
+    )
+)
+def test_owners_of_everything_are_averaged_each_on_its_own(structure, params, cohort):
+    """Split-Mix's bases: no tensor is shared, and none but an owner's has an effect on it."""
+    given = {
+        f"{n}@{i}": t + i if t.is_floating_point() else t
+        for i in range(4)
+        for n, t in params.items()
+    }
+    updates = []
+    for number, (owners, weight, seed) in enumerate(cohort):
+        subnets = tuple(Subnet().owning(str(i), "*") for i in sorted(owners))
+        (like,) = made(structure, params, [([Subnet()] * len(subnets), weight, seed)])
+        updates.append(Update(number, subnets, like.params, weight, {}))
+    found = average(given, structure, iter(updates))
+    assert found.keys() == given.keys()
+    for i in range(4):
+        own = {n: given[f"{n}@{i}"] for n in params}
+        plain = [
+            Update(u.client, (Subnet(),), (part,), u.weight, {})
+            for u in updates
+            for subnet, part in zip(u.subnets, u.params, strict=True)
+            if subnet.owner == str(i)
+        ]
+        for name, values in cell_by_cell(own, plain).items():
+            tensor = found[f"{name}@{i}"].double().numpy()
+            np.testing.assert_allclose(tensor, values, rtol=1e-4, atol=1e-5)
+
+
+def test_a_client_that_sends_a_cell_several_times_counts_as_often(structure, params):
+    """As the public code of SHeteroFL adds a client once for each of its widths."""
+    narrow = structure.subnet(0.5)
+    sent = [
+        {n: torch.full_like(t, value) for n, t in take(params, structure, subnet).items()}
+        for subnet, value in ((Subnet(), 1.0), (narrow, 1.0), (narrow, 0.0))
+    ]
+    updates = [
+        Update(0, (Subnet(), narrow), (sent[0], sent[1]), 2.0, {}),
+        Update(1, (narrow,), (sent[2],), 2.0, {}),
+    ]
+    found = average(params, structure, updates)["a"]
+    torch.testing.assert_close(found[:3], torch.full((3, 3), 2 / 3))  # twice 1 and once 0
+    torch.testing.assert_close(found[3:], torch.ones(2, 3))
+    same = Update(0, (narrow, narrow), (sent[1], sent[1]), 2.0, {})
+    found = average(params, structure, [same, updates[1]])["a"]
+    torch.testing.assert_close(found[:3], torch.full((3, 3), 2 / 3))
+
+
 def test_nobody_changes_nothing(structure, params):
     assert average(params, structure, []) == params
 

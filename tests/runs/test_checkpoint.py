@@ -41,6 +41,33 @@ def test_the_last_two_stay(tmp_path):
     assert [p.name for p in saved(tmp_path)] == ["round-000010", "round-000100"]
 
 
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("round", [3, 5])  # one that is there already, and a new one
+def test_killed_while_old_ones_are_removed_no_half_one_is_left(tmp_path, monkeypatch, round):
+    for earlier in (1, 2, 3):
+        save(tmp_path, checkpoint(earlier), "f")
+    remove = shutil.rmtree
+
+    def die(path: Path, **options: object) -> None:
+        if (Path(path) / "state.json").exists():
+            (Path(path) / "state.json").unlink()
+            raise Killed
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", die)
+    with pytest.raises(Killed):
+        save(tmp_path, checkpoint(round), "f")
+    monkeypatch.undo()
+    assert saved(tmp_path)
+    for path in saved(tmp_path):
+        load(path, "f")  # each is whole
+    save(tmp_path, checkpoint(6), "f")
+    assert not list(tmp_path.glob(".*"))  # and what was left is gone with the next one
+
+
 def test_a_tensor_that_is_part_of_another_is_saved_alone(tmp_path):
     whole = torch.arange(6.0).view(2, 3)
     state = State(1, "train", {"row": whole[1], "turned": whole.T})

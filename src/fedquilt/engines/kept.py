@@ -37,8 +37,8 @@ class KeptStates:
     def forget_others(self, *used: Mapping[int, int]) -> None:
         """Removes the files of versions that none of the given ones uses."""
         wanted = {self.path(c, v) for versions in used for c, v in versions.items()}
-        for path in self.folder.glob("client-*.safetensors*"):
-            if path not in wanted:
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if path not in wanted:  # also what was left by a process killed while it wrote
                 path.unlink()
 
 

@@ -82,22 +82,25 @@ class Mean:
 
     def add(self, update: Update) -> None:
         """Adds one update; its tensors may be thrown away afterwards."""
-        moves: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # by how far, all in one call
         for subnet, tensors in zip(update.subnets, update.params, strict=True):
             self._weights[subnet] = self._weights.get(subnet, 0.0) + update.weight
-            for place in _places(self._structure, subnet):
-                new = tensors[place.name]
-                if not new.is_floating_point():
-                    continue
-                found = self._sums.get(place.target)
-                if found is not None and _is_same(place, found.first):
-                    found.weight += update.weight
-                    if update.weight:
-                        means, news = moves.setdefault(update.weight / found.weight, ([], []))
-                        means.append(found.mean)
-                        news.append(new)
-                else:
-                    self._add_cells(found, place, new, update.weight)
+            self._add_part(subnet, tensors, update.weight)
+
+    def _add_part(self, subnet: Subnet, tensors: Params, weight: float) -> None:
+        moves: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # by how far, all in one call
+        for place in _places(self._structure, subnet):
+            new = tensors[place.name]
+            if not new.is_floating_point():
+                continue
+            found = self._sums.get(place.target)
+            if found is not None and _is_same(place, found.first):
+                found.weight += weight
+                if weight:
+                    means, news = moves.setdefault(weight / found.weight, ([], []))
+                    means.append(found.mean)
+                    news.append(new)
+            else:
+                self._add_cells(found, place, new, weight)
         for share, (means, news) in moves.items():
             torch._foreach_lerp_(means, news, share)
 

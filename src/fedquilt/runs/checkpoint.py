@@ -37,7 +37,8 @@ def save(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
     final = folder / f"round-{state.round:06d}"
     part = folder / f".{final.name}.part"
     try:
-        shutil.rmtree(part, ignore_errors=True)
+        for left in folder.glob(".round-*"):  # by a run that was killed just then
+            shutil.rmtree(left, ignore_errors=True)
         part.mkdir(parents=True)
         digest = write_tensors(part / "params.safetensors", state.params)
         about = {
@@ -51,7 +52,7 @@ def save(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
             "sha256": digest,
         }
         write_text(part / "state.json", json.dumps(about, indent=1, sort_keys=True))
-        shutil.rmtree(final, ignore_errors=True)
+        _remove(final)
         part.rename(final)
         sync(folder)
     except OSError as problem:
@@ -61,8 +62,17 @@ def save(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
             f"{_what_is_left(folder)}; make room and resume"
         ) from problem
     for old in saved(folder)[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     return final
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint, so that at no moment a part of one looks like a whole one."""
+    if path.exists():
+        gone = path.with_name(f".{path.name}.old")
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _what_is_left(folder: Path) -> str:
