@@ -37,10 +37,9 @@ class InTurn:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def plan(self, setup: fq.Setup, state: fq.State, client: fq.Client) -> list[fq.Task]:
-        if client.id // self.cohort != state.round:
-            return []
-        return self.inner.plan(setup, state, client)
+    def plan(self, setup: fq.Setup, state: fq.State, cohort: list[fq.Client]) -> list[fq.Task]:
+        here = [client for client in cohort if client.id // self.cohort == state.round]
+        return self.inner.plan(setup, state, here)
 
 
 def ours(work: ModuleType, width: float, rounds: int, workers: int) -> float:

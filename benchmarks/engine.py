@@ -74,7 +74,7 @@ def our_round(
     state = method.start(setup)
 
     def round() -> object:
-        tasks = [t for c in setup.clients for t in method.plan(setup, state, c)]
+        tasks = method.plan(setup, state, setup.clients)
         updates = (u for u in engine.run(tasks) if isinstance(u, fq.Update))
         return method.merge(setup, state, updates)
 

@@ -90,6 +90,21 @@ def finished(tmp_path_factory):
     return folder, result
 
 
+@pytest.fixture(scope="module")
+def dialled(tmp_path_factory):
+    """A finished run of two bases with a robustness dial."""
+    folder = tmp_path_factory.mktemp("runs") / "b"
+    file = tmp_path_factory.mktemp("models") / "mine.py"
+    file.write_text(NET)
+    model = ["--model", f"{file}:net", "--clients", "3", "--budgets", "1,0.5"]
+    method = ["base=0.5", "robust=true", "steps=1"]
+    chosen = [word for text in method for word in ("--set", f"method.{text}")]
+    asked = ["--method", "splitmix", "--rounds", "1", "--workers", "0", "--out", folder]
+    result = fedquilt("train", *model, *chosen, *asked)
+    assert result.code == 0, result.err
+    return folder
+
+
 @pytest.fixture
 def copied(finished, tmp_path):
     """A copy of the finished run, to be damaged."""
@@ -317,6 +332,58 @@ def test_evaluate_takes_other_widths_and_other_data(finished, tmp_path):
     assert (size["width"], size["num_examples"]) == (0.5, 20)
 
 
+def test_evaluate_gives_every_point_and_what_an_attack_leaves(dialled):
+    asked = ["--robustness", "0,.5,1", "--widths", "1,0.5", "--workers", "0"]
+    attack = ["--attack", "--epsilon", "8/255", "--steps", "2"]
+    result = fedquilt("evaluate", dialled, *asked, *attack, "--json")
+    assert result.code == 0, result.err
+    sizes = result.json["sizes"]
+    assert [(size["robustness"], size["width"]) for size in sizes] == [
+        (0, 1),
+        (0, 0.5),
+        (0.5, 1),
+        (0.5, 0.5),
+        (1, 1),
+        (1, 0.5),
+    ]
+    named = {"width", "robustness", "params", "macs", "accuracy", "user_accuracy"}
+    assert named | {"robust_accuracy"} <= sizes[0].keys()
+    attacked, plain = (sum(s[f"{kind}_accuracy"] for s in sizes) for kind in ("robust", "user"))
+    assert 0 < attacked <= plain
+    table = fedquilt("evaluate", dialled, *asked, *attack).out
+    assert re.search(r"width +robustness +parameters +MACs", table)
+    assert "user" in table
+    assert "robust\n" in table.replace(" ", "")
+    for size in sizes:
+        shown = f"{100 * size['robust_accuracy']:.1f}%"
+        assert re.search(rf"\b{size['width']:g} +{size['robustness']:g} .*{shown}", table)
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def test_a_stronger_attack_leaves_less(dialled):
+    def robust_accuracy(epsilon):
+        asked = ["--widths", "1", "--attack", "--epsilon", epsilon, "--workers", "0", "--json"]
+        (size,) = fedquilt("evaluate", dialled, *asked).json["sizes"]
+        return size["user_accuracy"], size["robust_accuracy"]
+
+    plain, untouched = robust_accuracy("0")
+    assert untouched == pytest.approx(plain)
+    assert robust_accuracy("0.5")[1] < plain
+
+
+def test_evaluate_without_dials_and_attacks_shows_neither(dialled):
+    result = fedquilt("evaluate", dialled, "--workers", "0")
+    assert "robust" not in result.out
+    sizes = fedquilt("evaluate", dialled, "--workers", "0", "--json").json["sizes"]
+    assert {size["robustness"] for size in sizes} == {None}
+    assert {size["robust_accuracy"] for size in sizes} == {None}
+
+
+def test_evaluate_refuses_a_robustness_that_a_run_does_not_have(finished):
+    result = fedquilt("evaluate", finished[0], "--robustness", "0.5", "--workers", "0")
+    assert_refused(result, "no robustness to choose")
+
+
 def test_evaluate_refuses_data_of_another_shape(finished, tmp_path):
     path = tmp_path / "mine.npz"
     images, labels = np.zeros((20, 9, 9), np.uint8), np.arange(20) % 10
@@ -419,6 +486,53 @@ def test_customize_meets_limits(finished, tmp_path):
     assert 54 <= facts["params"] <= 100
 
 
+def test_customize_takes_a_robustness(dialled, tmp_path):
+    path = tmp_path / "small.safetensors"
+    asked = ["--width", "0.5", "--robustness", "0.3", "--out", path]
+    facts = fedquilt("customize", dialled, *asked, "--json").json
+    assert (facts["width"], facts["robustness"], facts["family"]) == (0.5, 0.3, None)
+    assert facts["needs_batches"] is False
+    assert facts["statistics_of"] is None
+    text = fedquilt("customize", dialled, *asked).out
+    assert "width 0.5, robustness 0.3" in text
+    assert "beware" not in text
+
+
+def test_customize_writes_a_family(dialled, tmp_path):
+    import onnxruntime
+
+    path = tmp_path / "family.onnx"
+    result = fedquilt("customize", dialled, "--family", "--out", path, "--json")
+    assert result.code == 0, result.err
+    facts = result.json
+    assert facts["family"] == {"has_robustness": True, "widths": [0.5, 1.0]}
+    assert (facts["robustness"], facts["checked"]) == (None, True)
+    session = onnxruntime.InferenceSession(path)
+    kept = json.loads(session.get_modelmeta().custom_metadata_map["fedquilt"])
+    assert kept["family"] == facts["family"]
+    image, dial = session.get_inputs()
+    feed = {image.name: np.zeros((5, 1, 8, 8), np.float32), dial.name: np.array(0.7, np.float32)}
+    assert session.run(["logits_by_width"], feed)[0].shape == (2, 5, 10)
+
+
+def test_a_family_is_described_in_words(dialled, tmp_path):
+    text = fedquilt("customize", dialled, "--family", "--out", tmp_path / "a.pt2").out
+    assert "widths 0.5, 1 as rows of the output" in text
+    assert "input 'robustness'" in text
+
+
+def test_customize_refuses_points_and_families_that_a_run_does_not_have(
+    finished, dialled, tmp_path
+):
+    out = ["--out", tmp_path / "a.onnx"]
+    asked = ["customize", finished[0], *out]
+    assert_refused(fedquilt(*asked, "--robustness", "0.5"), "no robustness to choose")
+    assert_refused(fedquilt(*asked, "--family"), "several widths or a robustness dial")
+    asked = ["customize", dialled, *out]
+    assert_refused(fedquilt(*asked, "--width", "0.4"), "one base of width 0.5, got width 0.4")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_customize_refuses_a_file_that_it_cannot_write(finished, tmp_path):
     result = fedquilt("customize", finished[0], "--width", "0.25", "--out", tmp_path / "a.txt")
     assert_refused(result, "'.txt'", ".onnx")
@@ -463,7 +577,18 @@ def test_customize_refuses_a_file_that_it_cannot_write(finished, tmp_path):
         (["cost"], ["--model", "cost --help"]),
         (["customize", "nowhere", "--width", "0", "--out", "a.pt2"], ["(0, 1]", "got 0"]),
         (["customize", "nowhere", "--width", "2", "--out", "a.pt2"], ["(0, 1]", "got 2"]),
+        (["customize", "a", "--robustness", "2", "--out", "a.pt2"], ["from 0", "to 1", "got 2"]),
+        (
+            ["customize", "a", "--robustness", ".5", "--family", "--out", "a.pt2"],
+            ["leave out --robustness"],
+        ),
         (["evaluate", "nowhere", "--widths", "-1"], ["(0, 1]", "got -1"]),
+        (["evaluate", "nowhere", "--robustness", "0,2"], ["from 0", "to 1", "got 2"]),
+        (["evaluate", "nowhere", "--robustness", "much"], ["'much'"]),
+        (["evaluate", "nowhere", "--epsilon", "8/255"], ["--epsilon", "add --attack"]),
+        (["evaluate", "nowhere", "--attack", "--epsilon", "1/0"], ["8/255", "'1/0'"]),
+        (["evaluate", "nowhere", "--attack", "--epsilon", "-1"], ["epsilon >= 0"]),
+        (["evaluate", "nowhere", "--attack", "--steps", "0"], ["steps >= 1"]),
         (["evaluate", "nowhere"], ["nowhere"]),
         (["trian"], ["'trian'"]),
     ],

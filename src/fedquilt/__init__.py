@@ -7,7 +7,18 @@ from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.federation.average import average
 from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods import METHODS, FedAvg, HeteroFL, Method, lg_fedavg, standalone
+from fedquilt.methods import (
+    METHODS,
+    FedAvg,
+    HeteroFL,
+    Method,
+    SHeteroFL,
+    SplitMix,
+    fedavg_at,
+    fedavg_oat,
+    lg_fedavg,
+    standalone,
+)
 from fedquilt.runs.loop import Pace
 from fedquilt.runs.run import Run, open_run, train
 from fedquilt.structure.budget import Budget, fit
@@ -15,12 +26,15 @@ from fedquilt.structure.cost import Cost, cost
 from fedquilt.structure.cut import build, take
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.sgd import SGD, Optimiser
+from fedquilt.training.attack import PGD
+from fedquilt.training.descent import Optimiser
+from fedquilt.training.sgd import SGD
 
 __version__ = "0.1.0"
 
 __all__ = [
     "METHODS",
+    "PGD",
     "SGD",
     "Budget",
     "Client",
@@ -34,8 +48,10 @@ __all__ = [
     "Phase",
     "Population",
     "Run",
+    "SHeteroFL",
     "Setup",
     "SizeScore",
+    "SplitMix",
     "State",
     "Structure",
     "Subnet",
@@ -46,6 +62,8 @@ __all__ = [
     "clients",
     "cost",
     "export",
+    "fedavg_at",
+    "fedavg_oat",
     "fit",
     "lg_fedavg",
     "open_run",

@@ -8,14 +8,17 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedquilt import __version__
 from fedquilt.config import (
@@ -33,12 +36,16 @@ from fedquilt.config import (
     source_of,
 )
 from fedquilt.customize.export import export
+from fedquilt.customize.mixture import Mixture, checked_robustness
 from fedquilt.data.load import Source
 from fedquilt.errors import CheckpointError, ConfigError, FedquiltError
 from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.accuracy import cost_of as price_of
 from fedquilt.report import tables
+from fedquilt.report.page import write as write_report
 from fedquilt.report.progress import Watch
 from fedquilt.report.records import final_scores
+from fedquilt.report.stories import told
 from fedquilt.runs.configured import (
     as_trained,
     config_of,
@@ -51,8 +58,14 @@ from fedquilt.runs.run import Run
 from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cost import cost as cost_of
 from fedquilt.structure.groups import Structure
+from fedquilt.training.attack import PGD
 
-IMAGES = {"heterofl-cnn": (1, 28, 28), "mlp": (1, 28, 28)}  # what the papers feed these nets
+IMAGES = {  # what the papers feed these nets
+    "heterofl-cnn": (1, 28, 28),
+    "mlp": (1, 28, 28),
+    "digits-cnn": (3, 28, 28),
+    "alexnet-bn": (3, 256, 256),
+}
 COLOUR_IMAGES = (3, 32, 32)  # and all others
 
 UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy which typer has
@@ -190,26 +203,78 @@ def train(
     _finish(run, as_json=as_json)
 
 
-@app.command(epilog="Example: fedquilt evaluate runs/digits-heterofl-1 --widths 1,0.5")
+@app.command(
+    epilog="Example: fedquilt evaluate runs/digits-splitmix-1 --widths 1,0.5 --robustness 0,0.5,1 "
+    "--attack"
+)
 def evaluate(
     folder: RunFolder,
     widths: Annotated[
         str | None, typer.Option(help="Sizes, such as 1,0.5; default those that were trained.")
     ] = None,
+    robustness: Annotated[
+        str | None,
+        typer.Option(help="Points of the dial from 0 (accurate) to 1 (robust), such as 0,0.5,1."),
+    ] = None,
+    attack: Annotated[
+        bool, typer.Option("--attack", help="Also on attacked inputs (PGD that knows the model).")
+    ] = False,
+    epsilon: Annotated[
+        str | None, typer.Option(help="The most that an attack changes a pixel; default 8/255.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the attack; default 7.")] = None,
     data: Annotated[
         str | None, typer.Option(help="Other data than the run's: a set, .npz or folder.")
     ] = None,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the accuracy of a finished run at every size."""
+    """Measure the accuracy of a finished run at every size, and every robustness asked for."""
     sizes = None if widths is None else _widths([widths])
+    dials = () if robustness is None else _dials(robustness)
+    attacker = _attacker(_given({"epsilon": epsilon, "steps": steps}), wanted=attack)
     run = opened(folder)
     config = config_of(run.about)
     source = source_of(checked(override(config.model_dump(), _given({"data.source": data}))))
     population = population_of(config, as_trained(run, source))
-    scores = run.evaluate(population, widths=sizes, workers=workers)
+    scores = run.evaluate(
+        population, widths=sizes, robustness=dials, attack=attacker, workers=workers
+    )
+    if attacker is not None and data is None:
+        _remember_evaluation(run, scores)
     _show_scores(run, scores, as_json=as_json)
+
+
+@app.command(epilog="Example: fedquilt report runs/splitmix runs/sheterofl --out report")
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of finished runs.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write.")] = Path("report"),
+    clients: Annotated[
+        bool, typer.Option(help="Also client by client, which needs the runs' data.")
+    ] = True,
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one page about runs: tables, pictures, and the data behind them.
+
+    Curves against width, parameters, MACs and time; robust against standard accuracy, if
+    `evaluate --attack` has measured it; clients' work and accuracy; what each domain trained.
+    """
+    stories = []
+    for folder in folders:
+        run = opened(folder)
+        people = None
+        if clients:
+            config = config_of(run.about)
+            people = population_of(config, as_trained(run, source_of(config)))
+        stories.append(told(folder.name, run, people, workers=workers))
+    page = write_report(out, stories)
+    if as_json:
+        _print_json({"page": str(page), "data": str(page.parent / "report.json")})
+    else:
+        _say(_console(), f"wrote {page}")
 
 
 @app.command(epilog="Example: fedquilt cost --model heterofl-cnn --width 1,0.5,0.25")
@@ -255,7 +320,8 @@ def cost(
 
 
 @app.command(
-    epilog="Example: fedquilt customize runs/digits-heterofl-1 --params 30000 --out small.onnx"
+    epilog="Example: fedquilt customize runs/digits-splitmix-1 --width 0.5 --robustness 0.3 "
+    "--out small.onnx"
 )
 def customize(
     folder: RunFolder,
@@ -263,6 +329,17 @@ def customize(
         Path, typer.Option(metavar="FILE", help="The file: .onnx, .pt2 or .safetensors.")
     ],
     width: Annotated[float, typer.Option(help="The fraction of all channels.")] = 1.0,
+    robustness: Annotated[
+        float | None, typer.Option(help="From 0 (accurate, the default) to 1 (robust).")
+    ] = None,
+    family: Annotated[
+        bool,
+        typer.Option(
+            "--family",
+            help="All points up to the width in one .onnx or .pt2: the robustness is an input, "
+            "and the output has a row for each width.",
+        ),
+    ] = False,
     params: ParamsLimit = None,
     macs: MacsLimit = None,
     memory: MemoryLimit = None,
@@ -275,17 +352,28 @@ def customize(
     """
     limits = _given({"params": params, "macs": macs, "memory": memory, "upload": upload})
     Budget(width, **limits)  # refused before the run is read
+    if robustness is not None:
+        checked_robustness(robustness)
+        if family:
+            raise ConfigError("a family takes the robustness as an input; leave out --robustness")
     run = opened(folder)
-    small = run.customize(width, **limits)
-    found = float(small.fedquilt_width)  # type: ignore[arg-type]
-    facts = _facts(run, found)
+    small = run.customize(width, robustness, **limits)
+    facts = _facts(run, small, is_family=family)
     kept = {**facts, "config": run.about["config"]}
-    written = export(small, out, about=kept)
+    written = export(small, out, about=kept, family=family)
     facts = {"path": str(written), "bytes": written.stat().st_size, "checked": True, **facts}
     if as_json:
         _print_json(facts)
     else:
         _describe(run, facts)
+
+
+def _remember_evaluation(run: Run, scores: Sequence[SizeScore]) -> None:
+    """For a report later; a run that cannot be written to is evaluated all the same."""
+    assert run.folder is not None
+    with suppress(OSError):
+        text = json.dumps(_document(run, _rows(run, scores)), indent=1)
+        (run.folder / "evaluation.json").write_text(text)
 
 
 def _console(*, as_json: bool = False) -> Console:
@@ -324,6 +412,28 @@ def _widths(texts: Sequence[str]) -> tuple[float, ...]:
         return tuple(Budget(float(word)).width for word in words)
     except ValueError:
         raise ConfigError(f"widths are numbers like 1,0.5,0.25, got '{','.join(words)}'") from None
+
+
+def _dials(text: str) -> tuple[float, ...]:
+    """Robustnesses from a text such as ``0,0.5,1``."""
+    try:
+        return tuple(checked_robustness(float(word)) for word in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--robustness takes numbers like 0,0.5,1, got '{text}'") from None
+
+
+def _attacker(settings: dict[str, Any], *, wanted: bool) -> PGD | None:
+    """The attack that was asked for; its epsilon may be written 8/255."""
+    if settings and not wanted:
+        raise ConfigError(f"--{next(iter(settings))} is of an attack; add --attack")
+    if "epsilon" in settings:
+        try:
+            settings["epsilon"] = float(Fraction(settings["epsilon"]))
+        except (ValueError, ZeroDivisionError):
+            raise ConfigError(
+                f"--epsilon takes a number like 8/255 or 0.03, got '{settings['epsilon']}'"
+            ) from None
+    return PGD(**settings) if wanted else None
 
 
 def _inputs(
@@ -423,8 +533,8 @@ def _rows(run: Run, scores: Sequence[SizeScore]) -> list[dict[str, Any]]:
     setup = run.setup
     rows = []
     for score in scores:
-        subnet = setup.structure.subnet(score.width).leaving(*run.method.home)
-        price = cost_of(setup.model, setup.structure, subnet, setup.example)
+        mix = [s.leaving(*run.method.home) for s in run.method.mix(setup, score.width)]
+        price = price_of(setup, mix)
         loss = score.loss if score.loss is not None and math.isfinite(score.loss) else None
         rows.append({**asdict(score), "loss": loss, "bytes": price.bytes})
     return rows
@@ -472,32 +582,63 @@ def _finish(run: Run, *, as_json: bool) -> None:
         )
 
 
-def _facts(run: Run, width: float) -> dict[str, Any]:
+def _facts(run: Run, small: nn.Module, *, is_family: bool) -> dict[str, Any]:
     """What a user of a small model must know."""
     setup, about = run.setup, run.about
-    subnet = run.method.subnet(setup, width)
-    price = cost_of(setup.model, setup.structure, subnet, setup.example)
+    width = float(small.fedquilt_width)  # type: ignore[arg-type]
+    mix = run.method.mix(setup, width)
+    price = price_of(setup, mix)
+    is_mixed = isinstance(small, Mixture)
     return {
         "width": width,
+        "robustness": None if is_family else small.fedquilt_robustness,
+        "family": _family_facts(small, width) if is_family else None,
         "params": price.params,
         "macs": price.macs,
         "seed": run.seed,
         "input": {"shapes": [x["shape"] for x in about["example"]], "scale": about.get("scale")},
+        "needs_batches": _needs_batches(small),
         "is_trained_size": width in about["sizes"],
-        "statistics_of": subnet.owner or None,
+        "statistics_of": mix[0].owner if mix[0].own and not is_mixed else None,
     }
+
+
+def _family_facts(small: nn.Module, width: float) -> dict[str, Any]:
+    """What the inputs and the rows of the output of a family mean."""
+    return {
+        "has_robustness": small.fedquilt_robustness is not None,
+        "widths": list(small.widths) if isinstance(small, Mixture) else [width],
+    }
+
+
+def _needs_batches(model: nn.Module) -> bool:
+    """Whether normalisation takes the statistics of each batch, since it has no others."""
+    return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in model.modules())
+
+
+def _rows_of(family: Mapping[str, Any]) -> str:
+    widths = ", ".join(f"{width:g}" for width in family["widths"])
+    dial = "; its input 'robustness' is from 0 to 1" if family["has_robustness"] else ""
+    return f"widths {widths} as rows of the output{dial}"
 
 
 def _describe(run: Run, facts: Mapping[str, Any]) -> None:
     size = f"{facts['params']:,} parameters, {tables.prefixed(facts['bytes'], 'B')}"
+    point = f"width {facts['width']:g}"
+    if facts["robustness"] is not None:
+        point += f", robustness {facts['robustness']:g}"
+    if facts["family"] is not None:
+        point = _rows_of(facts["family"])
     lines = [
-        f"wrote {facts['path']}: width {facts['width']:g}, {size}",
+        f"wrote {facts['path']}: {point}, {size}",
         "read back and compared: it gives the model's outputs",
     ]
     if not facts["is_trained_size"]:
         lines.append(_warning(facts, run.about["sizes"]))
     if scale := facts["input"]["scale"]:
         lines.append(f"feed it images / 255, less {scale['mean']}, over {scale['std']} per channel")
+    if facts["needs_batches"]:
+        lines.append("feed it batches: it normalises each by itself, so not single examples")
     _say(_console(), *lines)
 
 

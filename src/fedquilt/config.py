@@ -14,13 +14,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
+from fedquilt.data.examples import Normalise
 from fedquilt.data.load import Source, load
 from fedquilt.data.population import Population, clients
 from fedquilt.errors import ConfigError, unknown
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
 from fedquilt.models import find, make
-from fedquilt.training.sgd import Optimiser
+from fedquilt.training.descent import Optimiser
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,6 +40,9 @@ class DataSection(_Section):
     partition: str = "iid"
     clients: int | None = Field(10, ge=1)
     augment: str | None = None  # of training images; None: as usual for the source
+    normalise: bool | None = None  # None: as usual for the source; False: images stay in [0, 1]
+    share: float = Field(1.0, gt=0, le=1)  # the first so many training examples of each domain
+    validation: float = Field(0.0, ge=0, lt=1)  # the last so many of each client's examples
     budgets: str | tuple[float | dict[str, float], ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
 
@@ -69,6 +73,7 @@ class OptimiserSection(_Section):
     clip: float | None = Field(None, ge=0)  # 0: no clipping
     milestones: tuple[int, ...] | None = None
     decay: float | None = Field(None, gt=0)
+    cosine: bool | None = None
 
 
 class RunSection(_Section):
@@ -191,13 +196,24 @@ def method_of(config: Config) -> Method:
         raise ConfigError(unknown("method", section.name, METHODS))
     given = {k: v for k, v in config.optimiser.model_dump().items() if v is not None}
     options = section.model_dump(exclude={"name"})
-    accepted = set(inspect.signature(factory).parameters) - {"optimiser"}
+    accepted = _options(factory)
     _refuse_unknown(f"setting of method {section.name}", options, accepted)
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     default = _default_optimiser(factory)
     values = {f.name: getattr(default, f.name) for f in fields(default)} | given
     values["clip"] = values["clip"] or None
     return factory(optimiser=Optimiser(**values), **options)
+
+
+def _options(factory: Callable[..., Method]) -> dict[str, Any]:
+    """What settings may say about a method, and its defaults: plain values only."""
+    plain = (bool, int, float, str, tuple, type(None))
+    parameters = inspect.signature(factory).parameters.items()
+    return {
+        name: p.default
+        for name, p in parameters
+        if name != "optimiser" and isinstance(p.default, plain)
+    }
 
 
 def _refuse_unknown(kind: str, given: Iterable[str], accepted: Iterable[str]) -> None:
@@ -213,10 +229,26 @@ def _default_optimiser(factory: Callable[..., Method]) -> Optimiser:
 
 def source_of(config: Config) -> Source:
     """The data that the settings name."""
-    source = load(config.data.source)
-    if config.data.augment is None:
+    data = config.data
+    source = _normalised(load(data.source), data.normalise)
+    if data.share < 1:
+        source = source.first(data.share)
+    if data.augment is not None:
+        source = replace(source, train=replace(source.train, augment=data.augment))
+    return source
+
+
+def _normalised(source: Source, wanted: bool | None) -> Source:
+    """The set normalised or not; the moments are those of all training images, not of a share."""
+    inputs = source.train.inputs
+    if wanted and inputs.dtype != torch.uint8:
+        raise ConfigError(
+            f"setting 'data.normalise' is for uint8 images, '{source.name}' holds {inputs.dtype}; "
+            "leave it out, and normalise the file itself"
+        )
+    if wanted is None or wanted == (source.train.scale is not None):
         return source
-    return replace(source, train=replace(source.train, augment=config.data.augment))
+    return source.scaled(Normalise.of(inputs) if wanted else None)
 
 
 def population_of(config: Config, source: Source) -> Population:
@@ -229,10 +261,12 @@ def population_of(config: Config, source: Source) -> Population:
         count=None if data.partition == "natural" else data.clients,
         budgets=data.budgets,
         seed=config.seed,
+        validation=data.validation,
         groups=(
             None if source.groups_train is None else source.groups_train.tolist(),
             None if source.groups_test is None else source.groups_test.tolist(),
         ),
+        group_names=source.group_names,
     )
 
 
@@ -276,11 +310,7 @@ def resolved(config: Config, source: Source) -> Config:
     method = method_of(config)
     optimiser = asdict(method.optimiser)  # type: ignore[attr-defined]
     optimiser["clip"] = optimiser["clip"] or 0.0
-    options = {
-        name: parameter.default
-        for name, parameter in inspect.signature(METHODS[config.method.name]).parameters.items()
-        if name != "optimiser" and parameter.default is not None
-    }
+    options = {n: v for n, v in _options(METHODS[config.method.name]).items() if v is not None}
     settings = config.model_dump()
     settings |= {"optimiser": optimiser, "method": {**options, **settings["method"]}}
     full = fitted(checked(settings), tuple(source.train.inputs.shape[1:]), source.num_classes)

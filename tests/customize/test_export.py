@@ -8,9 +8,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from fedquilt.customize import bundle
 from fedquilt.customize.export import export
-from fedquilt.errors import CheckpointError, ConfigError, FedquiltError
+from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.structure.cut import build
 from fedquilt.structure.groups import Structure
 
@@ -33,26 +32,28 @@ def small():
 
 
 @pytest.fixture(scope="module")
-def images():
+def pictures():
     return torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def expected(model, images):
+def expected(model, pictures):
     with torch.no_grad():
-        return model(images)
+        return model(pictures)
 
 
-def test_safetensors_hold_the_weights_and_what_they_are(small, images, tmp_path):
+def test_safetensors_hold_the_weights_and_what_they_are(small, pictures, tmp_path):
     path = export(small, tmp_path / "small.safetensors", EXAMPLE, {"width": 0.5})
     with safe_open(path, framework="pt") as file:
         assert json.loads(file.metadata()["fedquilt"]) == {"width": 0.5}
         values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert torch.equal(torch.func.functional_call(small, values, images), expected(small, images))
+    assert torch.equal(
+        torch.func.functional_call(small, values, pictures), expected(small, pictures)
+    )
 
 
-def test_pt2_runs_without_fedquilt_on_any_batch(small, images, tmp_path):
+def test_pt2_runs_without_fedquilt_on_any_batch(small, pictures, tmp_path):
     path = export(small, tmp_path / "small.pt2", EXAMPLE)
-    torch.save(images, tmp_path / "x.pt")
+    torch.save(pictures, tmp_path / "x.pt")
     code = (
         "import sys, torch; m = torch.export.load(sys.argv[1]).module(); "
         "torch.save(m(torch.load(sys.argv[2])).detach(), sys.argv[3]); "
@@ -60,14 +61,14 @@ def test_pt2_runs_without_fedquilt_on_any_batch(small, images, tmp_path):
     )
     command = [sys.executable, "-W", "ignore", "-c", code]
     subprocess.run([*command, path, tmp_path / "x.pt", tmp_path / "y.pt"], check=True)
-    assert torch.allclose(torch.load(tmp_path / "y.pt"), expected(small, images), atol=1e-5)
+    assert torch.allclose(torch.load(tmp_path / "y.pt"), expected(small, pictures), atol=1e-5)
 
 
-def test_onnx_gives_the_same_answers_on_any_batch(small, images, tmp_path):
+def test_onnx_gives_the_same_answers_on_any_batch(small, pictures, tmp_path):
     path = export(small, tmp_path / "small.onnx", EXAMPLE)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (answer,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-    assert torch.allclose(torch.from_numpy(answer), expected(small, images), atol=1e-5)
+    (answer,) = session.run(None, {session.get_inputs()[0].name: pictures.numpy()})
+    assert torch.allclose(torch.from_numpy(answer), expected(small, pictures), atol=1e-5)
 
 
 def test_exporting_leaves_the_model_as_it_was(small, tmp_path, capfd):
@@ -108,20 +109,103 @@ def test_a_model_without_example_asks_for_one(small, tmp_path):
         export(small, tmp_path / "small.onnx")
 
 
-def test_a_bundle_comes_back_as_it_was_and_damage_is_seen(tmp_path):
-    params = {"w": torch.randn(3, 2), "n": torch.tensor(4)}
-    bundle.save(tmp_path, bundle.Bundle(params, {"sizes": [1.0]}))
-    found = bundle.load(tmp_path)
-    assert found.about["sizes"] == [1.0]
-    assert all(torch.equal(found.params[n], t) for n, t in params.items())
-    path = tmp_path / "params.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="damaged"):
-        bundle.load(tmp_path)
+class OneByOne(nn.Module):
+    """Looks at examples in a loop, which no exporter can follow for another number of them."""
+
+    def forward(self, x):
+        return torch.stack([row * 2 for row in x])
 
 
-def test_a_folder_without_a_model_says_how_to_finish(tmp_path):
-    with pytest.raises(CheckpointError, match="train --resume"):
-        bundle.load(tmp_path / "model")
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_a_model_for_one_number_of_examples_is_refused(tmp_path, ending):
+    with pytest.raises(FedquiltError, match="cannot be exported for any number of examples"):
+        export(OneByOne(), tmp_path / f"loop.{ending}", torch.zeros(1, 6))
+    assert list(tmp_path.iterdir()) == []
+
+
+# mixtures and families
+
+
+def session_of(path):
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+def answers(session, *inputs):
+    names = [i.name for i in session.get_inputs()]
+    feed = {n: x.numpy() for n, x in zip(names, inputs, strict=True)}
+    return torch.from_numpy(session.run(None, feed)[0])
+
+
+def close(one, other):
+    return torch.allclose(one, other, atol=1e-4 * max(1.0, other.abs().max().item()))
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2", "safetensors"])
+def test_a_point_of_a_mixture_is_written_as_it_answers(robust, images, tmp_path, ending):
+    model = robust.opened().customize(0.75)
+    with model.at(width=0.5, robustness=0.3):
+        path = export(model, tmp_path / f"point.{ending}", about={"width": 0.5})
+        wanted = expected(model, images)
+    if ending == "onnx":
+        session = session_of(path)
+        assert [i.name for i in session.get_inputs()] == ["x"]  # as the net calls it
+        assert [o.name for o in session.get_outputs()] == ["logits"]
+        assert json.loads(session.get_modelmeta().custom_metadata_map["fedquilt"])["width"] == 0.5
+        found = answers(session, images)
+    elif ending == "pt2":
+        found = torch.export.load(path).module()(images)
+    else:
+        other = robust.opened().customize(0.75, 0.3)
+        other.width = 0.5
+        with safe_open(path, framework="pt") as file:
+            other.load_state_dict({n: file.get_tensor(n) for n in file.keys()})  # noqa: SIM118
+        found = expected(other, images)
+    assert close(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["robust", "robust batch"])
+def test_a_family_answers_as_the_model_at_every_width_and_robustness(
+    stored, images, tmp_path, name
+):
+    model = stored(name).opened().customize(0.75)
+    model.width, model.robustness = 0.75, 0.6
+    session = session_of(export(model, tmp_path / "family.onnx", family=True))
+    assert (model.width, model.robustness) == (0.75, 0.6)
+    image, dial = session.get_inputs()
+    (logits,) = session.get_outputs()
+    assert (image.name, dial.name, logits.name) == ("x", "robustness", "logits_by_width")
+    assert dial.shape == []
+    for robustness in (0.0, 0.3, 1.0):
+        for some in (images, images[:2]):  # any number of examples
+            found = answers(session, some, torch.tensor(robustness))
+            assert found.shape == (3, len(some), 3)
+            for row, width in zip(found, (0.25, 0.5, 0.75), strict=True):
+                with model.at(width=width, robustness=robustness):
+                    assert close(row, expected(model, some))
+    with model.at(robustness=0.0):
+        assert not close(found[-1], expected(model, some))  # the dial does something
+
+
+def test_a_family_without_a_dial_has_the_widths(stored, images, tmp_path):
+    model = stored("batch").opened().customize(0.5)
+    session = session_of(export(model, tmp_path / "family.onnx", family=True))
+    found = answers(session, images)
+    assert close(found, expected(model.by_width, images))
+    assert close(found[-1], expected(model, images))
+
+
+def test_a_family_of_one_net_has_one_row(stored, images, tmp_path):
+    run = stored("oat").opened()
+    program = torch.export.load(export(run.customize(), tmp_path / "family.pt2", family=True))
+    for robustness in (0.0, 0.3, 1.0):
+        found = program.module()(images, torch.tensor(robustness))
+        assert found.shape == (1, 5, 3)
+        assert close(found[0], expected(run.customize(robustness=robustness), images))
+
+
+def test_what_has_no_family_is_refused(robust, small, tmp_path):
+    with pytest.raises(ConfigError, match="several widths or a robustness dial"):
+        export(small, tmp_path / "family.onnx", EXAMPLE, family=True)
+    with pytest.raises(ConfigError, match=r"write it to .onnx or .pt2"):
+        export(robust.opened().customize(), tmp_path / "family.safetensors", family=True)
+    assert list(tmp_path.iterdir()) == []

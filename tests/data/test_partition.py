@@ -1,6 +1,7 @@
 """Laws of the partitions, each checked on drawn labels; oracles; refusals."""
 
 import sys
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from fedquilt.data import Partition, by_class, by_group, dirichlet, from_flwr, iid, parse
+from fedquilt.data.partition import first_rows, part_of
 from fedquilt.errors import DataError
 
 LABELS = np.arange(600) * 7 % 600 % 10  # sixty of each of ten classes, mixed
@@ -108,6 +110,65 @@ def test_domains_are_shared_equally_by_neighbours(domains, per_domain, seed):
         assert all(set(domains[own]) == {domain} for own in block)
         sizes = [len(own) for own in block]
         assert max(sizes) - min(sizes) <= 1
+
+
+@given(labelled(least=8), labelled(least=1), st.integers(1, 8), seeds)
+@FEW
+def test_blocks_follow_each_other_in_the_order_of_the_file(domains, test, per_domain, seed):
+    present = np.unique(domains)
+    test = test[np.isin(test, present)]
+    count = per_domain * len(present)
+    rows, test_rows = parse("domain:blocks").split(domains, domains, test, test, count, seed)
+    assert same(rows, by_group(domains, count, seed + 1, blocks=True))  # whatever the seed
+    for groups, lists in ((domains, rows), (test, test_rows)):
+        assert len(lists) == count
+        for position, domain in enumerate(present):
+            block = lists[position * per_domain : (position + 1) * per_domain]
+            assert np.array_equal(np.concatenate(block), np.flatnonzero(groups == domain))
+            sizes = [len(own) for own in block]
+            assert max(sizes) - min(sizes) <= 1
+            assert sizes == sorted(sizes, reverse=True)
+
+
+def test_blocks_are_not_how_domains_are_dealt_otherwise():
+    assert not same(by_group(LABELS, 20, 0), by_group(LABELS, 20, 0, blocks=True))
+
+
+def test_three_classes_a_client_are_three_for_all_of_a_hundred_clients():
+    labels, test = np.tile(np.arange(10), 1000), np.tile(np.arange(10), 200)
+    rows, test_rows = parse("classes:3").split(labels, None, test, None, 100, 1)
+    for own, own_test in zip(rows, test_rows, strict=True):
+        assert len(set(labels[own])) == 3
+        assert set(labels[own]) == set(test[own_test])
+    assert {len(own) for own in rows} <= set(range(97, 106))  # 10,000 / 100, shards of 33 or 34
+
+
+# parts of a set
+
+
+@given(st.integers(0, 10**6), st.integers(0, 1000))
+@example(100, 290)  # 100 * 0.29 is 28.999999999999996
+def test_a_part_is_exact_for_shares_as_they_are_written(count, thousandths):
+    part = part_of(count, thousandths / 1000)
+    assert part == Fraction(thousandths, 1000) * count // 1
+
+
+@given(labelled(least=10), st.integers(1, 10))
+@FEW
+def test_a_share_keeps_the_first_rows_of_every_group_in_their_order(groups, tenths):
+    rows = first_rows(groups, tenths / 10)
+    expected = [
+        row
+        for row, group in enumerate(groups)
+        if np.sum(groups[:row] == group) < np.sum(groups == group) * tenths // 10
+    ]
+    assert rows.tolist() == expected
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.01, float("nan")])
+def test_a_share_outside_0_to_1_is_refused(share):
+    with pytest.raises(DataError, match=r"in \(0, 1\], got .*write 0.3 for 30 %"):
+        first_rows(LABELS, share)
 
 
 SPLITS = {
@@ -293,7 +354,9 @@ def test_the_training_half_is_what_the_function_alone_gives(text, alone):
 # parsing
 
 
-@pytest.mark.parametrize("text", ["iid", "classes:2", "dirichlet:0.123456789", "domain", "natural"])
+@pytest.mark.parametrize(
+    "text", ["iid", "classes:2", "dirichlet:0.123456789", "domain", "domain:blocks", "natural"]
+)
 def test_parse_and_str_are_inverse(text):
     assert str(parse(text)) == text
     assert parse(str(parse(text))) == parse(text)
@@ -305,6 +368,7 @@ def test_parse_and_str_are_inverse(text):
         ("dirichelt:0.5", "partition 'dirichelt'.*did you mean 'dirichlet'"),
         ("", "partition '' is not known; choose one of: classes"),
         ("iid:3", "'iid' takes no number, got 'iid:3'"),
+        ("domain:block", "'domain' takes no number, got 'domain:block'"),
         ("classes", "whole number of classes per client, got 'classes'"),
         ("classes:1.5", "whole number"),
         ("classes:0", "whole number"),
@@ -365,6 +429,8 @@ def test_the_published_split_refuses_to_leave_a_client_empty():
     [
         ("natural", {"groups_train": None}, "'natural' needs data.*id_train and id_test"),
         ("domain", {"groups_test": None}, "'domain' needs data.*domain_train and domain_test"),
+        ("domain:blocks", {"groups_train": None}, "'domain:blocks' needs data.*domain_train"),
+        ("domain:blocks", {"num_clients": 15}, "15 clients for 10 domains"),
         ("natural", {"num_clients": 7}, "7 clients for 10 ids; ask for 10"),
         ("domain", {"groups_test": LABELS + 5}, "group of the test set.*10, 11"),
         ("classes:2", {"labels_test": LABELS + 5}, "label of the test set.*10, 11"),

@@ -6,17 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.data.examples import as_examples
 from fedquilt.engines.local import LocalEngine
-from fedquilt.errors import TrainingError
-from fedquilt.evaluation.accuracy import evaluate
-from fedquilt.federation.client import SERVER, Client, Failure
+from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.evaluation.accuracy import accuracy_by_client, cost_of, evaluate
+from fedquilt.federation.client import SERVER, Client, Failure, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.structure.cut import build
+from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
+from fedquilt.training.attack import PGD
 
 LABELS = ((0, 1), (2,), (0, 1, 2))
 
@@ -82,6 +85,34 @@ def test_global_and_local_accuracy_are_the_papers(setup, data, engine):
     assert [(s.width, s.params, s.macs) for s in scores] == [(1.0, 51, 42), (0.5, 27, 21)]
 
 
+def test_user_accuracy_counts_every_client_once_and_allows_every_class(setup, data, engine):
+    scores = evaluate(
+        setup, fq.HeteroFL(), state_of(setup), engine,
+        held_out=True, testers=(0, 1, 2), widths=(1.0, 0.5),
+    )  # fmt: skip
+    for score in scores:
+        shares = []
+        for client in range(3):
+            own = data["test"][client]
+            right = logits(setup, score.width, own).argmax(1) == own.labels
+            shares.append(right.double().mean().item())
+        assert score.user_accuracy == pytest.approx(sum(shares) / 3)
+        weighted = sum(s * len(data["test"][c]) for c, s in enumerate(shares)) / 21
+        assert score.user_accuracy != pytest.approx(weighted)  # clients have 3, 7 and 11 examples
+        assert (score.robustness, score.robust_accuracy) == (None, None)
+
+
+def test_each_clients_accuracy_is_that_of_the_largest_net(setup, data, engine):
+    found = accuracy_by_client(
+        setup, fq.HeteroFL(widths=(0.5, 1.0)), state_of(setup), engine, (0, 2)
+    )
+    assert set(found) == {0, 2}
+    for client, share in found.items():
+        own = data["test"][client]
+        right = logits(setup, 1.0, own).argmax(1) == own.labels
+        assert share == pytest.approx(right.double().mean().item())
+
+
 def test_what_nobody_has_data_for_has_no_score(setup, engine):
     state, method = state_of(setup), fq.HeteroFL()
     (nothing,) = evaluate(setup, method, state, engine, held_out=False, testers=(), widths=(1.0,))
@@ -95,7 +126,7 @@ def test_what_nobody_has_data_for_has_no_score(setup, engine):
 def test_personal_models_are_scored_one_by_one(setup, data, engine):
     method = fq.standalone(fq.Optimiser(lr=0.5, epochs=2, batch_size=4))
     state = replace(method.start(setup), phase="train")
-    updates = [u for c in setup.clients for u in engine.run(method.plan(setup, state, c))]
+    updates = list(engine.run(method.plan(setup, state, setup.clients)))
     assert not any(isinstance(u, Failure) for u in updates)
     (score,) = evaluate(setup, method, state, engine, held_out=True, testers=(0, 1, 2))
     from safetensors.torch import load_file
@@ -146,3 +177,149 @@ def test_a_client_that_fails_is_left_out(setup, engine):
         )
 
     assert scores(stranger, (*known, 99)) == scores(setup, known)
+
+
+# mixes of several nets, and robustness
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+class Robust:
+    """A robust Split-Mix of four bases whose halves differ, and its clients."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        net, example = Tiny(), torch.zeros(2, 1, 5, 5)
+        clients = tuple(Client(i, 8, labels) for i, labels in enumerate(LABELS))
+        whole = Setup(net, fq.Structure.trace(net, example), example, clients, 1, 0)
+        self.method = fq.SplitMix(base=0.25, robust=True)
+        self.setup = self.method.prepared(whole)
+        params = self.method.start(self.setup).params
+        self.params = {
+            n: t + 0.5 * torch.rand(t.shape) if t.is_floating_point() else t
+            for n, t in params.items()
+        }
+        self.data = {"train": {}, "test": {i: self.images(4 + 3 * i, i) for i in range(3)}}
+        self.data["test"][SERVER] = self.images(20, 9)
+        x = self.data["test"][SERVER].inputs
+        for i in range(4):  # so that no class always wins
+            with torch.no_grad():
+                self.params[f"out.bias@{i}"] -= self.logits((i,), x, 0.5).mean(0)
+        for client in range(3):  # mostly right answers, so that an attack can spoil some
+            test = self.data["test"][client]
+            with torch.no_grad():
+                right = self.logits(range(4), test.inputs, 0.5).argmax(1)
+            labels = torch.where(torch.arange(len(test)) % 3 == 0, test.labels, right)
+            self.data["test"][client] = replace(test, labels=labels)
+
+    @staticmethod
+    def images(count: int, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.rand(count, 1, 5, 5, generator=generator)
+        return as_examples((x, torch.randint(3, (count,), generator=generator)))
+
+    def logits(self, mix, x: Tensor, dial: float) -> Tensor:
+        """Eq. 2 inside every base, then the mean of the first bases' logits."""
+        found = []
+        for i in mix:
+            net = build(
+                self.setup.model,
+                self.setup.structure,
+                Subnet().owning(str(i), "*"),
+                self.params,
+            ).eval()
+            y = net.conv(x)
+            y = (1 - dial) * net.norm.clean(y) + dial * net.norm.noise(y)
+            found.append(net.out(y.relu().mean((2, 3))))
+        return torch.stack(found).mean(0)
+
+    def scores(self, **asked):
+        state = State(1, "", self.params)
+        with LocalEngine(self.setup.model, self.setup.structure, self.data, workers=0) as engine:
+            return evaluate(
+                self.setup, self.method, state, engine,
+                held_out=True, testers=(0, 1, 2), **asked,
+            )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def robust() -> Robust:
+    return Robust()
+
+
+def share(logits: Tensor, labels: Tensor) -> float:
+    return (logits.argmax(1) == labels).double().mean().item()
+
+
+def test_every_size_is_scored_at_every_point_of_the_dial(robust):
+    scores = robust.scores(widths=(1.0, 0.5, 0.25), robustness=(0.0, 0.4, 1.0))
+    points = [(dial, width) for dial in (0.0, 0.4, 1.0) for width in (1.0, 0.5, 0.25)]
+    assert [(s.robustness, s.width) for s in scores] == points
+    one = cost_of(robust.setup, [Subnet()])
+    for score in scores:
+        bases = range(int(score.width / 0.25))
+        with torch.no_grad():
+            server = robust.data["test"][SERVER]
+            logits = robust.logits(bases, server.inputs, score.robustness)
+            shares = [
+                share(robust.logits(bases, d.inputs, score.robustness), d.labels)
+                for d in (robust.data["test"][c] for c in range(3))
+            ]
+        assert score.accuracy == pytest.approx(share(logits, server.labels))
+        assert score.loss == pytest.approx(F.cross_entropy(logits, server.labels).item(), rel=1e-4)
+        assert score.user_accuracy == pytest.approx(sum(shares) / 3)
+        assert (score.params, score.macs) == (len(bases) * one.params, len(bases) * one.macs)
+        assert score.robust_accuracy is None
+    silent = robust.scores(widths=(1.0, 0.5, 0.25))  # no word about it: as for clean inputs
+    assert silent == [replace(s, robustness=None) for s in scores[:3]]
+
+
+def attacked(model, x, y, epsilon, steps, generator) -> Tensor:
+    """PGD by hand on pixels."""
+    step = min(1.25 * epsilon, epsilon + 4 / 255) / steps
+    worse = (x + epsilon * (2 * torch.rand(x.shape, generator=generator) - 1)).clamp(0, 1)
+    for _ in range(steps):
+        worse = worse.detach().requires_grad_()
+        loss = F.cross_entropy(model(worse), y, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, worse)
+        worse = worse.detach() + step * gradient.sign()
+        worse = torch.minimum(torch.maximum(worse, x - epsilon), x + epsilon).clamp(0, 1)
+    return worse
+
+
+def test_robust_accuracy_is_each_clients_under_attack_averaged_over_clients(robust):
+    asked = {"widths": (1.0, 0.25), "robustness": (0.5,)}
+    scores = robust.scores(**asked, attack=PGD(epsilon=0.08, steps=2))
+    shares: dict[float, list[float]] = {1.0: [], 0.25: []}
+    for client in range(3):
+        test = robust.data["test"][client]
+        generator = torch.Generator().manual_seed(seed_of(0, client))
+        for width, found in shares.items():
+
+            def model(x, width=width):
+                return robust.logits(range(int(width / 0.25)), x, 0.5)
+
+            worse = attacked(model, test.inputs, test.labels, 0.08, 2, generator)
+            found.append(share(model(worse), test.labels))
+    for score in scores:
+        assert score.robust_accuracy == pytest.approx(sum(shares[score.width]) / 3)
+    assert scores[0].robust_accuracy < scores[0].user_accuracy
+    clean = robust.scores(**asked)
+    assert [replace(s, robust_accuracy=None) for s in scores] == clean
+
+
+def test_a_dial_that_is_not_there_cannot_be_turned(setup, engine):
+    with pytest.raises(ConfigError, match=r"no robustness to choose.*method\.robust"):
+        evaluate(
+            setup, fq.HeteroFL(), state_of(setup), engine,
+            held_out=True, testers=(), robustness=(0.5,),
+        )  # fmt: skip

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from statistics import NormalDist
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +59,72 @@ def test_every_client_gets_a_budget_and_no_level_more_than_its_share_but_the_las
     assert dealt[start:] == [LEVELS[shares[-1][0]]] * (count - start)
 
 
+# Split-Mix
+
+
+def test_divisors_are_widths_in_ascending_blocks():
+    assert widths("8-4-2-1", 50) == [1 / 8] * 13 + [1 / 4] * 12 + [1 / 2] * 13 + [1.0] * 12
+    assert widths("8-4-2-1", 30) == [1 / 8] * 8 + [1 / 4] * 7 + [1 / 2] * 8 + [1.0] * 7
+    assert widths("1-2-4-8", 50) == widths("8-4-2-1", 50)
+
+
+@pytest.mark.parametrize(
+    ("mix", "expected"),
+    [
+        ("8-1-1-1", [1 / 8, 1, 1, 1]),
+        ("8-2-1-1", [1 / 8, 1 / 2, 1, 1]),
+        ("8-2-2-1", [1 / 8, 1 / 2, 1 / 2, 1]),
+        ("8-4-4-1", [1 / 8, 1 / 4, 1 / 4, 1]),
+        ("8-4-8d3-2", [1 / 8, 1 / 4, 3 / 8, 1 / 2]),
+        ("4-2-4d3-1", [1 / 4, 1 / 2, 3 / 4, 1]),
+        ("16-1", [1 / 16, 1]),
+    ],
+)
+def test_the_published_mixes_of_divisors(mix, expected):
+    assert widths(mix, len(expected)) == expected
+    assert widths(mix, 3 * len(expected)) == [w for w in expected for _ in range(3)]
+
+
+@given(st.lists(st.integers(1, 16), min_size=2, max_size=6), st.integers(1, 120))
+def test_a_client_gets_the_step_that_its_number_reaches(divisors, count):
+    steps = sorted(1 / divisor for divisor in divisors)
+    expected = [steps[math.floor(len(steps) * i / count)] for i in range(count)]
+    assert widths("-".join(map(str, divisors)), count) == expected
+
+
+def test_a_number_alone_and_an_exponent_are_widths():
+    assert widths("1", 2) == [1, 1]
+    assert widths("1e-3", 2) == [1e-3, 1e-3]
+    with pytest.raises(BudgetError, match="got 8"):
+        parse("8")
+
+
+def test_log_normal_widths_of_fifty_clients():
+    dealt = widths("ln0.5_0.4", 50)
+    assert dealt == sorted(dealt)
+    assert [Counter(dealt)[k / 8] for k in range(1, 9)] == [9, 13, 12, 7, 4, 2, 1, 2]
+    # before they are cut down to the grid, they concentrate around 0.45
+    drawn = [0.4 * math.exp(0.5 * NormalDist().inv_cdf((i + 0.5) / 50)) for i in range(50)]
+    assert sum(drawn) / 50 == pytest.approx(0.45, abs=0.01)
+    assert dealt == [min(max(math.floor(8 * w), 1), 8) / 8 for w in drawn]
+
+
+@given(st.floats(0.01, 50), st.floats(0.01, 20), st.integers(1, 200))
+def test_log_normal_widths_are_the_quantiles_cut_down_to_the_grid(spread, median, count):
+    dealt = widths(f"ln{spread:.4f}_{median:.4f}", count)
+    spread, median = round(spread, 4), round(median, 4)
+    for i, width in enumerate(dealt):
+        log = math.log(median) + spread * NormalDist().inv_cdf((i + 0.5) / count)
+        assert width in [k / 8 for k in range(1, 9)]
+        assert width == 1 / 8 or math.log(width) <= log + 1e-6
+        assert width == 1 or log - 1e-6 <= math.log(width + 1 / 8)
+
+
+def test_the_median_client_gets_the_median_where_it_is_on_the_grid():
+    for eighths in range(1, 9):
+        assert widths(f"ln0.7_{eighths / 8}", 21)[10] == eighths / 8
+
+
 @pytest.mark.parametrize(
     ("mix", "said"),
     [
@@ -70,6 +140,18 @@ def test_every_client_gets_a_budget_and_no_level_more_than_its_share_but_the_las
         ("1,2", "got 2"),
         ("0", "got 0"),
         ("nan-1", "'nan'"),
+        ("8-0", "got '0'; write 8 for 1/8"),
+        ("8-8d0", "got '8d0'"),
+        ("8-8d9", r"in \(0, 1\], got '8d9'"),
+        ("8d3", "divisors like 8-4-2-1, got '8d3'"),
+        ("8-4-x", "got '8-4-x'"),
+        ("8-", "got '8-'"),
+        ("0.5-0.25", "got '0.5-0.25'"),
+        ("ln", "write for example ln0.5_0.4"),
+        ("ln0.5", "got 'ln0.5'"),
+        ("ln0_0.4", "both above 0, got 'ln0_0.4'"),
+        ("ln0.5_0", "both above 0"),
+        ("lninf_1", "got 'lninf_1'"),
         ([], "empty"),
         ([-1], "got -1"),
         ([{"colour": 3}], "colour"),

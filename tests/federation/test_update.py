@@ -86,3 +86,54 @@ def test_every_subnet_needs_its_tensors(params, structure):
     update = Update(4, (NARROW, NARROW), (take(params, structure, NARROW),), 1.0, {})
     with pytest.raises(UpdateError, match="1 sets of tensors for 2 subnets"):
         accept(update, structure, params)
+
+
+def owned(params, *owners) -> dict:
+    """A model all of whose tensors belong to owners, as Split-Mix's bases do."""
+    return {f"{n}@{owner}": t for owner in owners for n, t in params.items()}
+
+
+BASES = tuple(Subnet().owning(owner, "*") for owner in ("0", "1", "2"))
+
+
+def several(params, structure) -> Update:
+    parts = tuple(take(owned(params, "0", "1", "2"), structure, base) for base in BASES)
+    return Update(4, BASES, parts, 1.0, {})
+
+
+def test_every_one_of_several_subnets_is_looked_at(params, structure):
+    given = owned(params, "0", "1", "2")
+    update = several(params, structure)
+    assert accept(update, structure, given) is update
+    for number in range(3):
+        bad = several(params, structure)
+        bad.params[number]["a"][1, 2] = float("nan")
+        with pytest.raises(UpdateError, match="client 4 sent 'a' with values that are not finite"):
+            accept(bad, structure, given)
+        bad = several(params, structure)
+        del bad.params[number]["free"]
+        with pytest.raises(UpdateError, match="differ in: free"):
+            accept(bad, structure, given)
+        bad = several(params, structure)
+        bad.params[number]["a"] = bad.params[number]["a"].double()
+        with pytest.raises(UpdateError, match=r"'a' as torch\.float64, the model has"):
+            accept(bad, structure, given)
+
+
+@pytest.mark.parametrize("subnet", [Subnet(), Subnet().owning("3", "*")])
+def test_tensors_of_an_owner_that_is_not_there_are_refused(params, structure, subnet):
+    """Where nothing is shared there is nothing that a new owner could start from."""
+    update = Update(4, (subnet,), (dict(params),), 1.0, {})
+    with pytest.raises(
+        UpdateError, match=f"sent 'a' of '{subnet.owner}', which is not in the model"
+    ):
+        accept(update, structure, owned(params, "0", "1", "2"))
+
+
+def test_an_owners_first_tensors_are_checked_against_the_shared_ones(params, structure):
+    subnet = Subnet().owning("new", "a")
+    update = good(params, structure, subnet)
+    assert accept(update, structure, params) is update
+    wrong = changed(update, a=update.params[0]["a"].double())
+    with pytest.raises(UpdateError, match=r"'a' as torch\.float64"):
+        accept(wrong, structure, params)

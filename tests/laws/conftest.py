@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,16 @@ from fedquilt.data.examples import as_examples
 from fedquilt.data.population import Population
 from fedquilt.engines.engine import Engine
 from fedquilt.engines.local import LocalEngine
-from fedquilt.federation.client import SERVER, Client, Task, Update
-from fedquilt.federation.state import Setup, State
+from fedquilt.federation.client import SERVER, Client, Failure, Task, Update
+from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.method import Method
-from fedquilt.runs.loop import Event, Loop, Pace
+from fedquilt.runs.loop import Event, Loop, Pace, RoundDone
 from fedquilt.structure.budget import Budget
 
 NUM_CLASSES, HIDDEN = 4, (8, 12)
 OPTIMISER = fq.Optimiser(lr=0.05, epochs=1, batch_size=4)
 WIDTHS = (1.0, 0.5, 0.5, 0.25, 0.25)
+EXAMPLES = (8, 9, 6, 10, 5)
 LABELS = ((0, 1, 2, 3), (0, 1), (1, 2), (0, 3), (1,))
 
 METHODS: dict[str, Method] = {
@@ -36,6 +36,15 @@ METHODS: dict[str, Method] = {
     ),
     "lg-fedavg": fq.lg_fedavg(OPTIMISER, fraction=0.8, width=0.5),
     "standalone": fq.standalone(OPTIMISER, fraction=0.6, width=0.25),
+    "fedavg-at": fq.fedavg_at(OPTIMISER, steps=2),
+    "fedavg-oat": fq.fedavg_oat(OPTIMISER, width=0.5, steps=2),
+    "sheterofl": fq.SHeteroFL(OPTIMISER, fraction=0.8),
+    "sheterofl tracked": fq.SHeteroFL(OPTIMISER, statistics="tracked"),
+    "splitmix": fq.SplitMix(OPTIMISER, fraction=0.6, base=0.25, together=False),
+    "splitmix together": fq.SplitMix(OPTIMISER, base=0.25, together=True, sort=True),
+    "splitmix post": fq.SplitMix(OPTIMISER, base=0.25, statistics="post", together=False),
+    "splitmix local": fq.SplitMix(OPTIMISER, base=0.25, statistics="local", together=False),
+    "splitmix robust": fq.SplitMix(OPTIMISER, base=0.25, robust=True, steps=2),
 }
 
 
@@ -62,17 +71,31 @@ def drawn(labels: tuple[int, ...], count: int, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 1, 6, 6, generator=generator)
     y = torch.tensor([labels[i % len(labels)] for i in range(count)])
-    return as_examples((x + y.view(-1, 1, 1, 1), y))
+    return as_examples((torch.sigmoid(x + y.view(-1, 1, 1, 1) - 1.5), y))  # pixels
 
 
 def population() -> Population:
     clients = tuple(
-        Client(i, 16, labels, Budget(width))
-        for i, (labels, width) in enumerate(zip(LABELS, WIDTHS, strict=True))
+        Client(i, count, labels, Budget(width))
+        for i, (count, labels, width) in enumerate(zip(EXAMPLES, LABELS, WIDTHS, strict=True))
     )
     train = {c.id: drawn(c.labels, c.num_examples, c.id) for c in clients}
     test = {c.id: drawn(c.labels, 5, 100 + c.id) for c in clients}
-    return Population(clients, train, {**test, SERVER: drawn((0, 1, 2, 3), 11, 99)})
+    validation = {c.id: drawn(c.labels, 4, 200 + c.id) for c in clients}
+    return Population(clients, train, {**test, SERVER: drawn((0, 1, 2, 3), 11, 99)}, validation)
+
+
+class Unfinished:
+    """A method without its closing phases."""
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._method, name)
+
+    def phases(self, setup: Setup) -> tuple[Phase, ...]:
+        return tuple(p for p in self._method.phases(setup) if not p.is_closing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +103,14 @@ class Case:
     """A method, and what it is tried on."""
 
     method: Method
-    setup: Setup
+    given: Setup  # as a user has it
+    setup: Setup  # as the method makes it
     people: Population = field(repr=False)
+    answers: dict[Any, Any] = field(default_factory=dict, repr=False)  # of clients, by question
+
+    def anew(self) -> Case:
+        """The same case in another process, which knows nothing of this one."""
+        return replace(self, setup=self.method.prepared(self.given), answers={})
 
     def engine(self, workers: int = 0, folder: Path | None = None) -> LocalEngine:
         setup = self.setup
@@ -99,20 +128,21 @@ class Case:
         }
         return replace(state, phase="train", params=params)
 
-    def closing(self, state: State) -> State | None:
-        """The state in the method's closing phase, if it has one."""
-        for phase in self.method.phases(self.setup):
-            if phase.is_closing:
-                return replace(state, phase=phase.name)
-        return None
+    def closings(self, state: State) -> list[State]:
+        """The state in each of the method's closing phases."""
+        phases = self.method.phases(self.setup)
+        return [replace(state, phase=phase.name) for phase in phases if phase.is_closing]
 
     def tasks(self, state: State, clients: Sequence[Client] | None = None) -> list[Task]:
         chosen = self.setup.clients if clients is None else clients
-        return [t for c in chosen for t in self.method.plan(self.setup, state, c)]
+        return self.method.plan(self.setup, state, chosen)
 
     def updates(self, state: State, clients: Sequence[Client] | None = None) -> list[Update]:
+        return self.done(self.tasks(state, clients))
+
+    def done(self, tasks: list[Task]) -> list[Update]:
         with self.engine() as engine:
-            found = list(engine.run(self.tasks(state, clients)))
+            found = list(engine.run(tasks))
         assert all(isinstance(u, Update) for u in found), found
         return found
 
@@ -148,14 +178,40 @@ class Case:
         )
         return (*loop.run(resume=resume), events)
 
+    def first_round(self, engine: Engine) -> tuple[State, RoundDone]:
+        """The state after one round of training alone, and what was recorded of it."""
+        method, setup = Unfinished(self.method), replace(self.setup, rounds=1)
+        people = replace(self.people, test={})  # nothing to evaluate, which takes longest
+        short = replace(self, method=method, setup=setup, people=people)
+        state, _, events = short.run(engine)
+        return state, next(e for e in events if isinstance(e, RoundDone))
+
     @staticmethod
     def bits(params: Mapping[str, Tensor]) -> dict[str, bytes]:
         """Tensors as bytes, so that equality means every bit, NaN and -0 included."""
         return {n: t.detach().contiguous().numpy().tobytes() for n, t in params.items()}
 
-    @staticmethod
-    def sizes(width: float) -> tuple[int, int]:
-        return math.ceil(HIDDEN[0] * width), math.ceil(HIDDEN[1] * width)
+
+class Replaying:
+    """An engine that gives the answers again that a real one gave to the same questions."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self.calls: list[tuple[list[Task], list[Update]]] = []
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Update | Failure]:
+        question = tuple((t.client, t.seed, t.recipe) for t in tasks)
+        answers = self._case.answers
+        if question not in answers:
+            answers[question] = self._case.done(list(tasks))
+        self.calls.append((list(tasks), answers[question]))
+        yield from answers[question]
+
+    def kept(self) -> Mapping[int, int]:
+        return {}
+
+    def forget_others(self, *used: Mapping[int, int]) -> None:
+        pass
 
 
 @pytest.fixture(scope="session")
@@ -166,9 +222,15 @@ def setup() -> Setup:
     return Setup(model, structure, example, population().clients, rounds=3, seed=7)
 
 
-@pytest.fixture(params=sorted(METHODS))
+@pytest.fixture(scope="session", params=sorted(METHODS))
 def case(request: pytest.FixtureRequest, setup: Setup) -> Case:
-    return Case(METHODS[request.param], setup, population())
+    method = METHODS[request.param]
+    return Case(method, setup, method.prepared(setup), population())
+
+
+@pytest.fixture
+def replaying(case: Case) -> Replaying:
+    return Replaying(case)
 
 
 @pytest.fixture

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from fedquilt.errors import TrainingError
-from fedquilt.federation.client import Failure, Update
-from fedquilt.runs.loop import ClientDone, Pace, RoundDone, num_bytes
+from fedquilt.federation.client import Failure, Task, Update
+from fedquilt.runs.loop import ClientDone, Evaluated, Pace, RoundDone
+from fedquilt.structure.cut import cells, put, shapes, source_name, take, view
 from fedquilt.structure.subnet import Subnet
 
 
 def test_any_number_of_workers_gives_the_same_bits(case):
-    found = []
+    short, found = replace(case, setup=replace(case.setup, rounds=2)), []
     for workers in (0, 1, 2):
         with case.engine(workers) as engine:
-            state, scores, events = case.run(engine, pace=Pace(evaluate_every=2))
+            state, scores, events = short.run(engine, pace=Pace(evaluate_every=1))
         rounds = [replace(e, seconds=0.0) for e in events if isinstance(e, RoundDone)]
         found.append((case.bits(state.params), scores, rounds))
     assert found[0] == found[1] == found[2]
@@ -47,9 +50,10 @@ def test_stopped_and_resumed_is_the_same_as_uninterrupted(case, tmp_path):
     most = max(sum(isinstance(e, ClientDone) for e in events) // 3, 8)
     draw = random.Random(0)
     for attempt in range(40):
+        again = case.anew()
         try:
-            with case.engine(folder=tmp_path / "cut" / "clients") as engine:
-                state, found, _ = case.run(
+            with again.engine(folder=tmp_path / "cut" / "clients") as engine:
+                state, found, _ = again.run(
                     engine,
                     tmp_path / "cut",
                     interrupted(most + draw.randrange(12)) if attempt < 20 else None,
@@ -66,105 +70,127 @@ def test_stopped_and_resumed_is_the_same_as_uninterrupted(case, tmp_path):
     assert records[0] == records[1]
 
 
-def weights(width: float, rows: int, case) -> int:
-    """Learned numbers of the tiny net, counted by hand."""
-    first, second = case.sizes(width)
-    convolutions = (9 * first + first) + (9 * first * second + second)
-    return convolutions + 2 * first + 2 * second + classifier(width, rows, case)
+def sent_bytes(case, tasks) -> int:
+    """What really travels to clients: the cells of their subnets."""
+    return sum(
+        tensor.nbytes
+        for task in tasks
+        for subnet in task.subnets
+        for tensor in take(task.params, case.setup.structure, subnet).values()
+    )
 
 
-def classifier(width: float, rows: int, case) -> int:
-    return rows * case.sizes(width)[1] + rows
+def returned_bytes(updates) -> int:
+    return sum(t.nbytes for update in updates for part in update.params for t in part.values())
 
 
-def statistics(width: float, case) -> int:
-    return 2 * sum(case.sizes(width))
+def test_records_count_exactly_the_bytes_of_the_subnets_that_travel(case, replaying):
+    short = replace(case, setup=replace(case.setup, rounds=1))
+    _, _, events = short.run(replaying)
+    trained, *closing, _ = replaying.calls  # the last is the evaluation
+    done = next(e for e in events if isinstance(e, RoundDone))
+    assert (done.bytes_down, done.bytes_up) == (
+        sent_bytes(case, trained[0]),
+        returned_bytes(trained[1]),
+    )
+    final = next(e for e in events if isinstance(e, Evaluated))
+    assert final.bytes_down == sum(sent_bytes(case, tasks) for tasks, _ in closing)
+    assert final.bytes_up == sum(returned_bytes(updates) for _, updates in closing)
 
 
-COUNTERS = 2 * 8  # num_batches_tracked of two normalisation layers, as int64
+def alone(case, task: Task) -> Task:
+    """The task with nothing but its subnets' cells: all others are not numbers."""
+    structure = case.setup.structure
+    params = {
+        n: torch.full_like(t, math.nan) if t.is_floating_point() else t
+        for n, t in task.params.items()
+    }
+    for subnet in task.subnets:
+        for name, index in cells(structure, subnet).items():
+            source = source_name(name, structure, subnet)
+            source = source if source in params else name  # not trained yet: the shared one
+            put(params[source], index, view(task.params[source], index))
+    return replace(task, params=params)
 
 
-def expected_traffic(case, client, request: str) -> tuple[int, int]:
-    """Bytes to and from a client in a round of training."""
-    width, own = client.budget.width, len(client.labels)
-    if request == "heterofl dynamic":
-        width = case.method.width_of(case.setup, 0, client)
-    if request.startswith("heterofl"):
-        down, up = (4 * weights(width, rows, case) + COUNTERS for rows in (4, own))
-        return down, up
-    if request == "fedavg":
-        both = 4 * (weights(0.5, 4, case) + statistics(0.5, case)) + COUNTERS
-    elif request == "lg-fedavg":
-        both = 4 * classifier(0.5, 4, case)
-    else:
-        both = 0
-    return both, both
+def test_clients_need_nothing_but_what_travels(case):
+    start = case.start()
+    for state in (start, *case.closings(start)):
+        tasks = case.tasks(state)
+        found = [case.done(some) for some in (tasks, [alone(case, task) for task in tasks])]
+        for update, same in zip(*found, strict=True):
+            assert [*map(case.bits, update.params)] == [*map(case.bits, same.params)]
+            assert replace(update, params=()).__dict__ == replace(same, params=()).__dict__
 
 
-def test_a_client_receives_and_sends_exactly_its_subnets_bytes(case, request):
-    name = request.node.callspec.params["case"]
-    with case.engine() as engine:
-        _, _, events = case.run(engine)
-    first = next(e for e in events if isinstance(e, RoundDone))
-    before = events[: events.index(first)]
-    cohort = {e.client for e in before if isinstance(e, ClientDone)}
-    traffic = [expected_traffic(case, c, name) for c in case.setup.clients if c.id in cohort]
-    assert (first.bytes_down, first.bytes_up) == tuple(map(sum, zip(*traffic, strict=True)))
+def test_what_comes_back_is_part_of_what_was_sent(case):
+    start, structure = case.start(), case.setup.structure
+    for state in (start, *case.closings(start)):
+        for task, update in zip(case.tasks(state), case.updates(state), strict=True):
+            assert task.client == update.client
+            sent = [
+                {source_name(n, structure, s): shape for n, shape in shapes(structure, s).items()}
+                for s in task.subnets
+            ]
+            parts = zip(sent[: len(update.subnets)], update.subnets, update.params, strict=True)
+            for known, subnet, tensors in parts:
+                assert set(tensors) == set(structure.names(subnet))
+                for name, tensor in tensors.items():
+                    whole = known[source_name(name, structure, subnet)]
+                    assert all(a <= b for a, b in zip(tensor.shape, whole, strict=True))
 
 
 def test_a_closing_phase_moves_only_statistics_up(case):
-    state = case.closing(case.start())
-    if state is None:
-        return
-    tasks, updates = case.tasks(state), case.updates(state)
-    for task, update in zip(tasks, updates, strict=True):
-        sizes = case.method.asked_of(case.setup, case.setup.clients[task.client])
-        down = sum(4 * (weights(w, 4, case) + statistics(w, case)) + COUNTERS for w in sizes)
-        up = sum(4 * statistics(w, case) for w in sizes)
-        assert sum(num_bytes(case.setup, s) for s in task.subnets) == down
-        assert sum(t.nbytes for part in update.params for t in part.values()) == up
+    for state in case.closings(case.start()):
+        for update in case.updates(state):
+            for tensors in update.params:
+                assert set(tensors) <= case.setup.structure.statistics
 
 
-def spoilt(update: Update, how: str) -> Update | None:
-    """The update with something wrong, or None if it has nothing that could be."""
-    subnet, tensors = update.subnets[0], dict(update.params[0])
+def spoilt(case, update: Update, how: str, number: int) -> Update | None:
+    """The update with something wrong in one of its subnets, or None if nothing there could be."""
+    structure, subnet = case.setup.structure, update.subnets[number]
+    tensors = dict(update.params[number])
+
+    def changed(subnet: Subnet = subnet, tensors: dict[str, Tensor] = tensors) -> Update:
+        subnets, params = list(update.subnets), list(update.params)
+        subnets[number], params[number] = subnet, tensors
+        return replace(update, subnets=tuple(subnets), params=tuple(params))
+
     if how == "weight":
         return replace(update, weight=float("nan"))
+    if how == "short":
+        return replace(update, params=update.params[:number] + update.params[number + 1 :])
     if how == "extra":
-        return replace(update, params=({**tensors, "stranger": torch.zeros(1)},))
+        return changed(tensors={**tensors, "stranger": torch.zeros(1)})
     if how == "subnet":
-        return replace(update, subnets=(Subnet((("no such group", 1),)),))
-    floats = [n for n, t in tensors.items() if t.is_floating_point()]
-    is_narrow = any(group != "classifier" for group, _ in subnet.kept)
-    if not floats or (how == "wider" and not is_narrow):
-        return None
+        return changed(Subnet((("no such group", 1),)))
     if how == "wider":
-        return replace(update, subnets=(replace(subnet, kept=()),))
+        wider = replace(subnet, kept=())
+        is_narrow = shapes(structure, wider) != shapes(structure, subnet)
+        return changed(wider) if is_narrow else None
+    floats = [n for n, t in tensors.items() if t.is_floating_point()]
+    if not floats:
+        return None
     victim = tensors.pop(floats[-1]).clone()
     if how in ("nan", "inf"):
         victim.view(-1)[-1] = float(how)
-    changed = {"shape": victim[:-1], "type": victim.long(), "missing": None}.get(how, victim)
-    if changed is not None:
-        tensors[floats[-1]] = changed
-    return replace(update, params=(tensors,))
+    bad = {"shape": victim[:-1], "type": victim.long(), "missing": None}.get(how, victim)
+    return changed(tensors=tensors if bad is None else {**tensors, floats[-1]: bad})
 
 
 class Spoiling:
-    """An engine that spoils the first update that it can, or loses it."""
+    """An engine whose answer of one client is spoilt in one of its subnets, or lost."""
 
-    def __init__(self, engine, how: str, *, lose: bool) -> None:
-        self._engine, self._how, self._lose = engine, how, lose
-        self.victim: int | None = None
+    def __init__(self, engine, spoil) -> None:
+        self._engine, self._spoil = engine, spoil
         self.kept, self.forget_others = engine.kept, engine.forget_others
 
     def run(self, tasks):
-        for result in self._engine.run(tasks):
-            bad = spoilt(result, self._how) if result.params and self.victim is None else None
-            if bad is not None:
-                self.victim = result.client
-                yield Failure(result.client, "lost") if self._lose else bad
-            else:
-                yield result
+        results = list(self._engine.run(tasks))
+        # the last of those with most subnets, so that others come before it
+        victim = max(results, key=lambda r: (len(r.subnets), r.client), default=None)
+        yield from (self._spoil(r) if r is victim else r for r in results)
 
 
 SPOILS = {
@@ -177,29 +203,31 @@ SPOILS = {
     "weight": "weight nan",
     "subnet": "no such group",
     "wider": "another width",
+    "short": "sets of tensors",
 }
 
 
 @pytest.mark.parametrize("how", SPOILS)
-def test_bad_updates_are_refused_named_and_counted_and_the_round_goes_on(case, how):
-    people = replace(case.people, test={})  # nothing to evaluate, which takes longest
-    short = replace(case, setup=replace(case.setup, rounds=1), people=people)
-    found = []
-    for lose in (False, True):
-        with case.engine() as engine:
-            spoiling = Spoiling(engine, how, lose=lose)
-            state, _, events = short.run(spoiling)
-        done = next(e for e in events if isinstance(e, RoundDone))
-        found.append((done, case.bits(state.params), spoiling.victim))
-    (refused, params, victim), (lost, params_without, _) = found
-    if victim is None:  # nothing that travels could be spoilt in this way
-        assert refused.bytes_up == 0
-        return
-    assert [f.client for f in refused.failures] == [f.client for f in lost.failures] == [victim]
-    assert f"client {victim}" in refused.failures[0].reason
-    assert SPOILS[how] in refused.failures[0].reason
-    assert refused.num_clients == lost.num_clients > 0
-    assert params == params_without
+def test_bad_updates_are_refused_named_and_counted_and_the_round_goes_on(case, replaying, how):
+    victims = []
+
+    def lose(update: Update) -> Failure:
+        victims.append(update)
+        return Failure(update.client, "lost")
+
+    expected, lost = case.first_round(Spoiling(replaying, lose))
+    (victim,) = victims
+    bad = [spoilt(case, victim, how, number) for number in range(len(victim.subnets))]
+    if not any(bad):  # nothing that travels could be spoilt in this way
+        assert how == "wider" or not returned_bytes([victim])
+    for update in filter(None, bad):
+        state, refused = case.first_round(Spoiling(replaying, lambda _, bad=update: bad))
+        assert [f.client for f in refused.failures] == [f.client for f in lost.failures]
+        assert f"client {victim.client}" in refused.failures[0].reason
+        assert SPOILS[how] in refused.failures[0].reason
+        assert refused.num_clients == lost.num_clients > 0
+        assert case.bits(state.params) == case.bits(expected.params)
+        assert state.memory == expected.memory
 
 
 def test_a_round_without_any_usable_answer_is_refused(case):

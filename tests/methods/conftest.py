@@ -16,6 +16,7 @@ from fedquilt.data.population import Population
 from fedquilt.engines.local import LocalEngine
 from fedquilt.federation.client import SERVER, Client, Failure, Task, Update
 from fedquilt.federation.state import Setup, State
+from fedquilt.runs.loop import num_bytes
 from fedquilt.structure.budget import Budget
 
 LABELS = ((0, 1, 2, 3), (0, 1), (1, 2), (3,))
@@ -67,9 +68,12 @@ class World:
         return replace(method.start(self.setup), phase="train")
 
     def round(self, method: fq.Method, state: State, engine: LocalEngine | None = None) -> State:
-        tasks = [t for c in self.setup.clients for t in method.plan(self.setup, state, c)]
+        tasks = method.plan(self.setup, state, self.setup.clients)
         merged = method.merge(self.setup, state, self.done(tasks, engine))
         return replace(merged, round=state.round + 1)
+
+    def prepared(self, method: fq.Method) -> World:
+        return World(method.prepared(self.setup), self.people)
 
     def with_clients(self, *clients: Client) -> World:
         return World(replace(self.setup, clients=clients), self.people)
@@ -80,7 +84,8 @@ def population() -> Population:
     clients = tuple(Client(i, 16, labels, Budget(w)) for i, (labels, w) in enumerate(pairs))
     train = {c.id: drawn(c.labels, 16, c.id) for c in clients}
     test = {c.id: drawn(c.labels, 5, 10 + c.id) for c in clients}
-    return Population(clients, train, {**test, SERVER: drawn((0, 1, 2, 3), 12, 99)})
+    validation = {c.id: drawn(c.labels, 7, 20 + c.id) for c in clients}
+    return Population(clients, train, {**test, SERVER: drawn((0, 1, 2, 3), 12, 99)}, validation)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -109,6 +114,23 @@ def world(traced: tuple[nn.Module, fq.Structure]) -> World:
 @pytest.fixture
 def optimiser() -> fq.Optimiser:
     return fq.Optimiser(lr=0.05, epochs=1, batch_size=4)
+
+
+@pytest.fixture(scope="session")
+def numbers() -> Callable[[Task], list[int]]:
+    """The bases of a task of Split-Mix."""
+    return lambda task: [int(subnet.owner) for subnet in task.subnets]
+
+
+@pytest.fixture
+def traffic() -> Callable[..., tuple[int, int]]:
+    """Bytes to and from each client."""
+
+    def count(world: World, task: Task, update: Update) -> tuple[int, int]:
+        down = sum(num_bytes(world.setup, subnet) for subnet in task.subnets)
+        return down, sum(t.nbytes for part in update.params for t in part.values())
+
+    return count
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def test_fedavg_weighs_clients_by_their_examples(world, optimiser):
     uneven = world.with_clients(replace(first, num_examples=30), replace(second, num_examples=10))
     method = fq.FedAvg(optimiser)
     state = uneven.start(method)
-    tasks = [t for c in uneven.setup.clients for t in method.plan(uneven.setup, state, c)]
+    tasks = method.plan(uneven.setup, state, uneven.setup.clients)
     one, other = (u.params[0] for u in uneven.done(tasks))
     after = method.merge(uneven.setup, state, uneven.done(tasks)).params
     for name, tensor in after.items():
@@ -39,6 +39,33 @@ def test_fedavg_of_one_level_never_touches_the_rest(world, optimiser):
     assert after[4:].equal(state.params["features.0.weight"][4:])
 
 
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        # first convolution, second, normalisations with their statistics, classifier
+        (fq.FedAvg, (9 * 4 + 4) + (9 * 4 * 2 + 2) + 4 * (4 + 2) + (4 * 2 + 4)),
+        (fq.lg_fedavg, 4 * 2 + 4),
+        (fq.standalone, 0),
+    ],
+)
+def test_what_travels_is_the_shared_part_of_the_net(world, optimiser, traffic, make, numbers):
+    method = make(optimiser, width=0.5)
+    for task in method.plan(world.setup, world.start(method), world.setup.clients):
+        (update,) = world.done([task])
+        counters = 2 * 8 if make is fq.FedAvg else 0  # num_batches_tracked, as int64
+        assert traffic(world, task, update) == (4 * numbers + counters,) * 2
+
+
+def test_fedavg_without_running_statistics_has_none(world, optimiser):
+    method = fq.FedAvg(optimiser, statistics="batch")
+    here = world.prepared(method)
+    state = here.round(method, here.start(method))
+    assert not any("running" in n or "tracked" in n for n in state.params)
+    assert "features.1.running_mean" in world.start(fq.FedAvg()).params
+    with pytest.raises(ConfigError, match="tracked or batch, got 'post'"):
+        fq.FedAvg(statistics="post")
+
+
 def alone(world, method, client, rounds):
     """One client training by itself for some rounds, written without home, kept or engines."""
     structure, setup = world.setup.structure, world.setup
@@ -47,7 +74,7 @@ def alone(world, method, client, rounds):
     bench = Workbench(setup.model, structure, world.people.data)
     for round in range(rounds):
         state = replace(world.start(method), round=round)
-        (task,) = method.plan(setup, state, client)
+        (task,) = method.plan(setup, state, [client])
         recipe = SGD(task.recipe.optimiser, task.recipe.lr, client.labels)
         with one_thread():
             update = recipe.run(Task(client.id, (subnet,), tensors, recipe, task.seed), bench)
@@ -89,7 +116,7 @@ def test_lg_fedavg_shares_the_classifier_alone(world, optimiser, same):
     method = fq.lg_fedavg(optimiser, fraction=1.0)
     with world.engine() as engine:
         state = world.start(method)
-        tasks = [t for c in world.setup.clients for t in method.plan(world.setup, state, c)]
+        tasks = method.plan(world.setup, state, world.setup.clients)
         updates = world.done(tasks, engine)
         after = method.merge(world.setup, state, updates).params
         kept = {c.id: torch_file(engine, c.id) for c in world.setup.clients}
@@ -117,7 +144,7 @@ def test_lg_fedavg_goes_on_from_the_shared_classifier_and_its_own_layers(world, 
 
 def test_any_part_of_a_model_can_be_shared_but_it_must_exist(world, optimiser):
     method = fq.lg_fedavg(optimiser, shared=("features.3.*", "classifier.bias"))
-    (task,) = method.plan(world.setup, world.start(method), world.setup.clients[0])
+    (task,) = method.plan(world.setup, world.start(method), [world.setup.clients[0]])
     names = world.setup.structure.names(task.subnets[0])
     assert sorted(names) == ["classifier.bias", "features.3.bias", "features.3.weight"]
     with pytest.raises(ConfigError, match=r"'head\.\*' is shared but names no tensor"):

@@ -70,7 +70,7 @@ def test_phases_end_with_a_query_only_where_there_are_statistics(world):
 def test_the_query_asks_a_client_for_the_sizes_it_can_afford_or_for_all(world, options, asked):
     method = fq.HeteroFL(statistics_batch=7, **options)
     state = replace(method.start(world.setup), phase="statistics")
-    (task,) = method.plan(world.setup, state, world.setup.clients[2])
+    (task,) = method.plan(world.setup, state, [world.setup.clients[2]])
     assert task.recipe == Statistics(7)
     assert [s.owner for s in task.subnets] == asked
 
@@ -78,7 +78,7 @@ def test_the_query_asks_a_client_for_the_sizes_it_can_afford_or_for_all(world, o
 def test_training_leaves_statistics_out_and_takes_the_leading_channels(world):
     method = fq.HeteroFL()
     state = world.start(method)
-    (task,) = method.plan(world.setup, state, world.setup.clients[1])
+    (task,) = method.plan(world.setup, state, [world.setup.clients[1]])
     sent = take(task.params, world.setup.structure, task.subnets[0])
     assert not set(sent) & world.setup.structure.statistics
     assert sent["features.0.weight"].equal(state.params["features.0.weight"][:4])
@@ -99,7 +99,7 @@ def test_only_rows_of_the_clients_classes_move(world, optimiser):
 def test_rows_of_a_class_are_averaged_over_its_holders_alone(world, optimiser):
     method = fq.HeteroFL(optimiser)
     state = world.start(method)
-    tasks = [t for c in world.setup.clients for t in method.plan(world.setup, state, c)]
+    tasks = method.plan(world.setup, state, world.setup.clients)
     updates = world.done(tasks)
     after = method.merge(world.setup, state, updates).params["classifier.bias"]
     rows = {0: (0, 1), 1: (0, 1, 2), 2: (0, 2), 3: (0, 3)}  # class -> clients that have it
@@ -148,7 +148,7 @@ def test_the_learning_rate_of_a_round_follows_the_milestones(world):
     rates = []
     for round in (0, 1, 2, 3):
         state = replace(world.start(method), round=round)
-        (task,) = method.plan(world.setup, state, world.setup.clients[0])
+        (task,) = method.plan(world.setup, state, [world.setup.clients[0]])
         rates.append(task.recipe.lr)
     assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01])
 
@@ -156,7 +156,7 @@ def test_the_learning_rate_of_a_round_follows_the_milestones(world):
 def test_clients_and_rounds_have_seeds_of_their_own(world):
     method = fq.HeteroFL()
     seeds = {
-        method.plan(setup, replace(world.start(method), round=r), c)[0].seed
+        method.plan(setup, replace(world.start(method), round=r), [c])[0].seed
         for setup in (world.setup, replace(world.setup, seed=4))
         for r in range(3)
         for c in setup.clients
@@ -164,11 +164,42 @@ def test_clients_and_rounds_have_seeds_of_their_own(world):
     assert len(seeds) == 2 * 3 * 4
 
 
+def numbers_of(width: float, rows: int) -> int:
+    """Learned numbers of the net, counted by hand."""
+    first, second = (max(1, round(width * size)) for size in (8, 4))
+    convolutions = (9 * first + first) + (9 * first * second + second)
+    return convolutions + 2 * (first + second) + rows * second + rows
+
+
+COUNTERS = 2 * 8  # num_batches_tracked of two normalisation layers, as int64
+
+
+def test_what_travels_is_the_leading_channels_and_own_rows_back(world, optimiser, traffic):
+    method = fq.HeteroFL(optimiser)
+    for task in method.plan(world.setup, world.start(method), world.setup.clients):
+        client = world.setup.clients[task.client]
+        (update,) = world.done([task])
+        down, up = (4 * numbers_of(client.budget.width, n) for n in (4, len(client.labels)))
+        assert traffic(world, task, update) == (down + COUNTERS, up + COUNTERS)
+
+
+def test_the_query_sends_whole_nets_and_gets_statistics_alone(world, optimiser, traffic):
+    method = fq.HeteroFL(optimiser)
+    state = replace(world.start(method), phase="statistics")
+    for task in method.plan(world.setup, state, world.setup.clients):
+        widths = method.asked_of(world.setup, world.setup.clients[task.client])
+        statistics = {1.0: 4 * 2 * 12, 0.5: 4 * 2 * 6, 0.25: 4 * 2 * 3}
+        (update,) = world.done([task])
+        up = sum(statistics[w] for w in widths)
+        down = up + sum(4 * numbers_of(w, 4) + COUNTERS for w in widths)
+        assert traffic(world, task, update) == (down, up)
+
+
 def test_one_client_is_local_sgd(world, optimiser):
     method = fq.HeteroFL(optimiser)
     alone = world.with_clients(world.setup.clients[0])
     state = alone.start(method)
-    (update,) = alone.done(method.plan(alone.setup, state, alone.setup.clients[0]))
+    (update,) = alone.done(method.plan(alone.setup, state, [alone.setup.clients[0]]))
     after = alone.round(method, state).params
     for name, tensor in update.params[0].items():
         if tensor.is_floating_point():
@@ -201,7 +232,7 @@ def test_a_switch_changes_what_it_names_and_nothing_else(world, optimiser, switc
     state = world.start(on)
     recipe_name = "scale" if switch == "scaler" else switch
     for client in world.setup.clients:
-        (one,), (other,) = (m.plan(world.setup, state, client) for m in (on, off))
+        (one,), (other,) = (m.plan(world.setup, state, [client]) for m in (on, off))
         assert (one.client, one.subnets, one.seed) == (other.client, other.subnets, other.seed)
         assert getattr(one.recipe, recipe_name) is True
         assert replace(one.recipe, **{recipe_name: False}) == other.recipe
@@ -213,7 +244,7 @@ def test_what_the_switches_do_to_an_update(world, optimiser, same):
 
     def update(**switches):
         method = fq.HeteroFL(optimiser, **{**base, **switches})
-        return world.done(method.plan(world.setup, world.start(method), client))[0].params[0]
+        return world.done(method.plan(world.setup, world.start(method), [client]))[0].params[0]
 
     plain, rows = update(), update(own_rows=True)
     assert plain["classifier.bias"].shape == (4,)

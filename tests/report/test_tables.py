@@ -27,3 +27,24 @@ def test_local_accuracy_is_shown_only_where_it_says_something_else():
     assert "local" not in shown([{**ROW, "local_accuracy": None}])
     assert "75.0%" in shown([{**ROW, "local_accuracy": 0.75}])
     assert "local" in shown([{**ROW, "accuracy": None, "local_accuracy": 0.75}])
+
+
+def test_robustness_is_shown_where_there_is_a_dial_or_an_attack():
+    scores = {"robustness": None, "user_accuracy": None, "robust_accuracy": None, "bytes": 7}
+    text = shown([{**ROW, **scores}])
+    assert "robust" not in text
+    assert "user" not in text
+    assert "upload" in text
+    dials = [{**ROW, **scores, "robustness": r, "user_accuracy": 0.4} for r in (0, 0.25)]
+    text = shown(dials)
+    assert "robustness" in text
+    assert "0.25" in text
+    assert "40.0%" in text
+    attacked = shown([{**row, "robust_accuracy": 0.125} for row in dials])
+    assert "12.5%" in attacked
+    assert max(map(len, attacked.splitlines())) <= 80
+
+
+def test_user_accuracy_is_shown_only_where_it_says_something_else():
+    assert "user" not in shown([{**ROW, "user_accuracy": 0.5}])
+    assert "user" in shown([{**ROW, "user_accuracy": 0.75}])

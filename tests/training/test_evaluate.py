@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
+from fedquilt.data.examples import Normalise, as_examples
 from fedquilt.federation.client import SERVER, Task
 from fedquilt.structure.cut import build
-from fedquilt.training.evaluate import Evaluate
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.trace import named_tensors
+from fedquilt.training.attack import PGD
+from fedquilt.training.dualnorm import DualNorm, dual
+from fedquilt.training.evaluate import Evaluate, has_dial
+from fedquilt.training.recipe import Workbench
+from fedquilt.training.statistics import untracked
 
 
 def logits_of(net, structure, params, width, examples):
@@ -50,16 +61,252 @@ def test_parts_add_up_to_the_whole(structure, bench, params):
 
 def test_local_accuracy_never_answers_a_foreign_class(net, structure, bench, data, params):
     biased = {**params, "classifier.bias": torch.tensor([50.0, -60.0, 50.0, -60.0])}
-    recipe, free = Evaluate(labels=(1, 3)), Evaluate()
+    recipe = Evaluate(labels=(1, 3))
     task = Task(1, (structure.subnet(1.0),), biased, recipe, 0)
     examples = data["test"][1]
     logits = logits_of(net, structure, biased, 1.0, examples)
     answers = torch.where(logits[:, 1] >= logits[:, 3], 1, 3)
-    assert recipe.run(task, bench).metrics["hits:0"] == (answers == examples.labels).sum()
-    assert free.run(task, bench).metrics["hits:0"] == 0
+    metrics = recipe.run(task, bench).metrics
+    assert metrics["local:0"] == (answers == examples.labels).sum() > 0
+    assert metrics["hits:0"] == 0
+    free = Evaluate().run(task, bench).metrics
+    assert {n: v for n, v in metrics.items() if n != "local:0"} == free
 
 
 def test_a_client_can_be_asked_about_the_servers_data(structure, bench, params):
     recipe = Evaluate(of=SERVER)
     update = recipe.run(Task(1, (structure.subnet(1.0),), params, recipe, 0), bench)
     assert update.metrics["examples"] == 21
+
+
+# mixes
+
+
+class Little(nn.Module):
+    """Counts how often any copy of it is asked."""
+
+    asked = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 5, 3)
+        self.norm = nn.BatchNorm2d(5)
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Little.asked += 1
+        return self.out(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+def pixels(count: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(count, 1, 5, 5, generator=generator)
+    return as_examples((x, torch.randint(3, (count,), generator=generator)))
+
+
+class Bases:
+    """Several nets of one shape as owners' own tensors, and what each says."""
+
+    def __init__(self, make=lambda net: net, count: int = 3) -> None:
+        self.nets = []
+        for number in range(count):
+            torch.manual_seed(number)
+            net = make(Little()).eval()
+            with torch.no_grad():
+                for name, tensor in net.state_dict().items():
+                    if "running_mean" in name:
+                        tensor.normal_(std=0.2)
+                    elif tensor.is_floating_point():
+                        tensor.mul_(torch.rand(tensor.shape) * 3)
+                net.out.bias -= net(pixels(31, 50).inputs).mean(0)  # so that no class always wins
+            self.nets.append(net)
+        self.structure = Structure.trace(Little(), torch.zeros(2, 1, 5, 5)).uncut(self.nets[0])
+        self.params = {
+            f"{n}@{i}": t.detach()
+            for i, b in enumerate(self.nets)
+            for n, t in named_tensors(b).items()
+        }
+        self.subnets = tuple(Subnet().owning(str(i), "*") for i in range(count))
+        test = pixels(31, 50)
+        with torch.no_grad():  # mostly right answers, so that an attack can spoil some
+            right = self.says(range(count), test.inputs).argmax(1)
+        labels = torch.where(torch.arange(31) % 4 == 0, test.labels, right)
+        self.data = {"test": {0: replace(test, labels=labels)}, "validation": {0: pixels(8, 51)}}
+
+    def metrics(self, recipe, seed: int = 4):
+        bench = Workbench(self.nets[0], self.structure, self.data)
+        return recipe.run(Task(0, self.subnets, self.params, recipe, seed), bench).metrics
+
+    def says(self, mix, x: Tensor) -> Tensor:
+        return sum(self.nets[i](x) for i in mix) / len(mix)
+
+
+MIXES = ((0, 1, 2), (0, 1), (0,), (2, 1))
+
+
+def test_a_mix_answers_with_the_mean_of_its_subnets_logits():
+    bases = Bases()
+    recipe = Evaluate(mixes=MIXES, batch_size=7, labels=(0, 2))
+    metrics, examples = bases.metrics(recipe), bases.data["test"][0]
+    for i, mix in enumerate(MIXES):
+        with torch.no_grad():
+            logits = bases.says(mix, examples.inputs)
+        assert metrics[f"hits:{i}"] == (logits.argmax(1) == examples.labels).sum()
+        loss = F.cross_entropy(logits, examples.labels, reduction="sum").item()
+        assert metrics[f"loss:{i}"] == pytest.approx(loss, rel=1e-5)
+        own = torch.where(logits[:, 0] >= logits[:, 2], 0, 2)
+        assert metrics[f"local:{i}"] == (own == examples.labels).sum()
+    alone, named = bases.metrics(Evaluate()), bases.metrics(Evaluate(mixes=((0,), (1,), (2,))))
+    assert alone == named  # by default every subnet stands alone
+
+
+def test_every_subnet_is_asked_once_a_batch_whatever_the_number_of_mixes():
+    bases = Bases()
+    Little.asked = 0
+    bases.metrics(Evaluate(mixes=MIXES * 5, batch_size=16))
+    assert Little.asked == 3 * 2
+
+
+def test_other_splits_can_be_asked_about():
+    bases = Bases()
+    metrics, examples = bases.metrics(Evaluate(split="validation")), bases.data["validation"][0]
+    assert metrics["examples"] == 8
+    with torch.no_grad():
+        right = bases.says((1,), examples.inputs).argmax(1) == examples.labels
+    assert metrics["hits:1"] == right.sum()
+
+
+# batches without statistics of their own
+
+
+class Flat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.norm, self.out = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.hidden(x)).relu())
+
+
+@pytest.mark.parametrize(
+    ("count", "parts"), [(8, [4, 4]), (9, [4, 5]), (10, [4, 4, 2]), (3, [3]), (5, [5])]
+)
+def test_a_last_example_alone_is_normalised_with_those_before_it(count, parts):
+    """One example is no batch: its normalised features would all be zero, and PyTorch refuses."""
+    torch.manual_seed(0)
+    net = untracked(Flat()).eval()
+    structure = Structure.trace(Flat(), torch.zeros(2, 4)).among(net)
+    x, y = torch.randn(count, 4), torch.arange(count) % 3
+    bench = Workbench(net, structure, {"test": {0: as_examples((x, y))}})
+    recipe = Evaluate(batch_size=4)
+    params = {n: t.detach() for n, t in named_tensors(net).items()}
+    metrics = recipe.run(Task(0, (Subnet(),), params, recipe, 0), bench).metrics
+    with torch.no_grad():
+        logits = torch.cat([net(some) for some in x.split(parts)])
+    assert metrics["loss:0"] == pytest.approx(F.cross_entropy(logits, y, reduction="sum").item())
+
+
+# robustness
+
+
+def attacked_by_hand(model, x, y, epsilon, steps, generator, low=0.0, high=1.0, unit=1.0):
+    """PGD as Madry et al. write it, on the inputs themselves; all numbers in their units."""
+    step = min(1.25 * epsilon, epsilon + 4 / 255) / steps * unit
+    epsilon = epsilon * unit
+    noise = 2 * torch.rand(x.shape, generator=generator) - 1
+    worse = (x + epsilon * noise).clamp(low, high)
+    for _ in range(steps):
+        worse = worse.detach().requires_grad_()
+        loss = F.cross_entropy(model(worse), y, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, worse)
+        worse = worse.detach() + step * gradient.sign()
+        worse = torch.minimum(torch.maximum(worse, x - epsilon), x + epsilon).clamp(low, high)
+    return worse
+
+
+def test_robust_hits_are_those_on_inputs_that_were_attacked_through_the_whole_mix():
+    bases, mixes = Bases(), ((0, 1, 2), (1,))
+    recipe = Evaluate(mixes=mixes, batch_size=12, attack=PGD(epsilon=0.1, steps=3))
+    metrics, examples = bases.metrics(recipe, seed=8), bases.data["test"][0]
+    generator = torch.Generator().manual_seed(8)
+    hits = [0, 0]
+    for rows in torch.arange(31).split(12):
+        x, y = examples.inputs[rows], examples.labels[rows]
+        for i, mix in enumerate(mixes):
+
+            def model(x, mix=mix):
+                return bases.says(mix, x)
+
+            worse = attacked_by_hand(model, x, y, 0.1, 3, generator)
+            hits[i] += (model(worse).argmax(1) == y).sum().item()
+    assert [metrics["robust:0"], metrics["robust:1"]] == hits
+    assert metrics["robust:0"] < metrics["hits:0"] - 10  # the attack does something
+    clean = bases.metrics(replace(recipe, attack=None))
+    assert {n: v for n, v in metrics.items() if not n.startswith("robust")} == clean
+
+
+def test_an_attack_is_on_pixels_however_inputs_are_scaled():
+    bases = Bases()
+    plain, scale = bases.data["test"][0], Normalise((0.4,), (0.5,))
+    bases.data["test"] = {0: replace(plain, scale=scale)}
+    recipe = Evaluate(mixes=((0, 1),), attack=PGD(epsilon=0.05, steps=2))
+    metrics = bases.metrics(recipe, seed=2)
+    x, y = (plain.inputs - 0.4) / 0.5, plain.labels
+    generator = torch.Generator().manual_seed(2)
+
+    def model(x):
+        return bases.says((0, 1), x)
+
+    low, high = (0 - 0.4) / 0.5, (1 - 0.4) / 0.5
+    worse = attacked_by_hand(model, x, y, 0.05, 2, generator, low, high, unit=1 / 0.5)
+    assert metrics["hits:0"] == (model(x).argmax(1) == y).sum()
+    assert metrics["robust:0"] == (model(worse).argmax(1) == y).sum()
+
+
+def blended(net: nn.Module, x: Tensor, share: float) -> Tensor:
+    """Eq. 2 of Split-Mix inside the net, written out."""
+    y = net.conv(x)
+    y = (1 - share) * net.norm.clean(y) + share * net.norm.noise(y)
+    return net.out(y.relu().mean((2, 3)))
+
+
+def test_the_dial_blends_the_two_normalisations_of_every_net_of_a_mix():
+    bases, mixes, dials = Bases(dual), ((0, 1, 2), (1,)), (0.0, 0.3, 1.0)
+    metrics = bases.metrics(Evaluate(mixes=mixes, robustness=dials))
+    examples, found = bases.data["test"][0], []
+    points = [(share, mix) for share in dials for mix in mixes]  # mixes at the first, then the next
+    for i, (share, mix) in enumerate(points):
+        with torch.no_grad():
+            logits = sum(blended(bases.nets[k], examples.inputs, share) for k in mix) / len(mix)
+        found.append(F.cross_entropy(logits, examples.labels, reduction="sum").item())
+        assert metrics[f"loss:{i}"] == pytest.approx(found[-1], rel=1e-4)
+        assert metrics[f"hits:{i}"] == (logits.argmax(1) == examples.labels).sum()
+    assert len({round(loss, 3) for loss in found}) == len(found)
+    alone = bases.metrics(Evaluate(mixes=mixes))  # without a word about it: for clean inputs
+    assert alone == {n: v for n, v in metrics.items() if n[-1] in "01" or n == "examples"}
+
+
+def test_an_attack_knows_where_the_dial_is():
+    bases = Bases(dual)
+    recipe = Evaluate(mixes=((0, 1),), robustness=(0.2,), attack=PGD(epsilon=0.1, steps=2))
+    metrics, examples = bases.metrics(recipe, seed=5), bases.data["test"][0]
+
+    def model(x):
+        return sum(blended(bases.nets[k], x, 0.2) for k in (0, 1)) / 2
+
+    x, y = examples.inputs, examples.labels
+    worse = attacked_by_hand(model, x, y, 0.1, 2, torch.Generator().manual_seed(5))
+    assert metrics["robust:0"] == (model(worse).argmax(1) == y).sum()
+    assert metrics["robust:0"] < metrics["hits:0"]
+
+
+def test_a_bench_is_left_with_its_dials_at_zero_and_no_gradients():
+    bases = Bases(dual)
+    bench = Workbench(bases.nets[0], bases.structure, bases.data)
+    recipe = Evaluate(robustness=(0.2, 0.9), attack=PGD(steps=1))
+    recipe.run(Task(0, bases.subnets, bases.params, recipe, 0), bench)
+    for module in bench.modules(bases.subnets, bases.params):
+        assert {m.robustness for m in module.modules() if isinstance(m, DualNorm)} == {0.0}
+        assert all(p.requires_grad and p.grad is None for p in module.parameters())
+    assert has_dial(bases.nets[0])
+    assert not has_dial(Little())

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from fedquilt.federation.client import Task
 from fedquilt.structure.cut import build
+from fedquilt.training.descent import Optimiser
 from fedquilt.training.scaler import scaled
-from fedquilt.training.sgd import SGD, Optimiser
+from fedquilt.training.sgd import SGD
 
 
 def layer_outputs(module, x, structure=None):

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from fedquilt.federation.client import Task
 from fedquilt.structure.cut import build, take
 from fedquilt.structure.subnet import Subnet
+from fedquilt.training.descent import Optimiser
 from fedquilt.training.losses import cross_entropy, label_mask, masked
-from fedquilt.training.sgd import SGD, Descent, Optimiser, batches
+from fedquilt.training.recipe import Workbench
+from fedquilt.training.sgd import SGD, batches
 from fedquilt.training.statistics import Statistics
 
 SETTINGS = {
@@ -79,21 +81,29 @@ def test_the_recipe_is_sgd_as_the_books_write_it(net, structure, bench, data, pa
 
 def test_masked_cross_entropy_puts_zeros_in_place_of_foreign_logits():
     logits = torch.tensor([[2.0, -1.0, 5.0], [0.5, 3.0, -2.0]])
-    foreign = label_mask((0, 1), 3)
     by_hand = [
         math.log(math.exp(2) + math.exp(-1) + 1) - 2,
         math.log(math.exp(0.5) + math.exp(3) + 1) - 3,
     ]
-    found = cross_entropy(logits, torch.tensor([0, 1]), foreign)
+    found = cross_entropy(logits, torch.tensor([0, 1]), (0, 1))
     assert found.item() == pytest.approx(sum(by_hand) / 2)
-    assert masked(logits, foreign)[:, 2].tolist() == [0.0, 0.0]
+    assert masked(logits, label_mask((0, 1), 3))[:, 2].tolist() == [0.0, 0.0]
 
 
 def test_foreign_classes_get_no_gradient():
     logits = torch.randn(3, 4, requires_grad=True)
-    cross_entropy(logits, torch.tensor([1, 3, 1]), label_mask((1, 3), 4)).backward()
+    cross_entropy(logits, torch.tensor([1, 3, 1]), (1, 3)).backward()
     assert logits.grad[:, [0, 2]].eq(0).all()
     assert logits.grad[:, [1, 3]].ne(0).all()
+
+
+def test_classes_that_were_first_asked_for_in_evaluation_can_be_trained():
+    labels = (0, 5, 7)  # in no other test: masks are kept
+    with torch.inference_mode():
+        cross_entropy(torch.zeros(1, 9), torch.tensor([5]), labels)
+    logits = torch.zeros(1, 9, requires_grad=True)
+    cross_entropy(logits, torch.tensor([5]), labels).backward()
+    assert logits.grad is not None
 
 
 def test_labels_may_have_as_many_axes_as_the_logits_but_one():
@@ -122,13 +132,6 @@ def test_another_epoch_brings_other_batches():
     assert not one.equal(other)
 
 
-def test_the_learning_rate_falls_at_each_milestone():
-    settings = Optimiser(lr=0.1, milestones=(150, 250), decay=0.1)
-    assert [settings.rate(r) for r in (0, 149)] == [0.1, 0.1]
-    assert [settings.rate(r) for r in (150, 249)] == pytest.approx([0.01, 0.01])
-    assert settings.rate(250) == pytest.approx(0.001)
-
-
 def test_only_the_rows_of_own_classes_come_back(structure, bench, params):
     recipe = SGD(Optimiser(epochs=1), lr=0.1, labels=(1, 3), masked=True, own_rows=True)
     update = recipe.run(Task(1, (structure.subnet(0.5),), params, recipe, 0), bench)
@@ -140,10 +143,6 @@ def test_only_the_rows_of_own_classes_come_back(structure, bench, params):
 
 
 def test_frozen_parameters_are_not_trained(net, structure, data, params):
-    import copy
-
-    from fedquilt.training.recipe import Workbench
-
     frozen = copy.deepcopy(net)
     frozen.first.weight.requires_grad_(False)
     recipe = SGD(Optimiser(epochs=1), lr=0.1)
@@ -176,28 +175,53 @@ def test_what_comes_back_is_the_benchs_no_more(structure, bench, params):
     assert all(t.equal(before[n]) for n, t in first.params[0].items())
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
-@pytest.mark.parametrize("clip", [None, 0.05, 1e6])
-def test_descent_makes_the_steps_of_torch_sgd(momentum, weight_decay, clip):
-    torch.manual_seed(0)
-    ours = nn.ParameterList([torch.randn(4, 3), torch.randn(4), torch.randn(2)])
-    theirs = copy.deepcopy(ours)
-    settings = Optimiser(momentum=momentum, weight_decay=weight_decay, clip=clip)
-    descent = Descent(ours, settings, lr=0.1)
-    sgd = torch.optim.SGD(theirs, lr=0.1, momentum=momentum, weight_decay=weight_decay)
-    for step in range(4):
-        x = torch.randn(5, 3)
+SEVERAL = [Subnet().owning(str(i), "*") for i in range(3)]
 
-        def loss(weights, x=x, step=step):
-            # the two bias terms share one gradient tensor; the last weight is used late
-            found = (x @ weights[0].T + weights[1] + weights[1]).square().mean()
-            return found + weights[2].sum() if step > 1 else found
 
-        descent.step(loss(ours))
-        sgd.zero_grad()
-        loss(theirs).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(theirs, clip)
-        sgd.step()
-        torch.testing.assert_close(list(ours), list(theirs), rtol=1e-5, atol=1e-6)
+def apart(params):
+    """Three owners whose tensors are their own, all different."""
+    return {
+        f"{n}@{i}": t * (1 + 0.3 * i) if t.is_floating_point() else t
+        for i in range(3)
+        for n, t in params.items()
+    }
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_several_subnets_are_trained_each_on_its_own_loss_and_the_same_batches(
+    structure, fresh_bench, params, kind
+):
+    settings, is_masked = SETTINGS[kind]
+    recipe = SGD(settings, lr=0.1, labels=(1, 3), masked=is_masked, scale=True)
+    given = apart(params)
+    update = recipe.run(Task(1, tuple(SEVERAL), given, recipe, 11), fresh_bench())
+    alone = [recipe.run(Task(1, (s,), given, recipe, 11), fresh_bench()) for s in SEVERAL]
+    assert update.subnets == tuple(SEVERAL)
+    for part, (one,) in zip(update.params, (u.params for u in alone), strict=True):
+        assert part.keys() == one.keys()
+        assert all(t.equal(one[n]) for n, t in part.items())
+    mean = sum(u.metrics["loss"] for u in alone) / 3
+    assert update.metrics["loss"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_subnets_of_different_widths_can_be_trained_side_by_side(structure, fresh_bench, params):
+    recipe = SGD(Optimiser(epochs=1, batch_size=4), lr=0.1)
+    subnets = tuple(structure.subnet(w) for w in (0.5, 1.0, 0.5, 0.3))
+    update = recipe.run(Task(0, subnets, params, recipe, 2), fresh_bench())
+    for subnet, part in zip(subnets, update.params, strict=True):
+        alone = recipe.run(Task(0, (subnet,), params, recipe, 2), fresh_bench())
+        assert all(t.equal(part[n]) for n, t in alone.params[0].items())
+
+
+def test_each_of_several_subnets_keeps_what_stays_at_home(structure, fresh_bench, params):
+    home = (":statistics",)
+    recipe = SGD(Optimiser(epochs=1, batch_size=4), lr=0.1, home=home)
+    bench, given = fresh_bench(), apart(params)
+    bench.kept = {"norm.running_mean@7": torch.ones(6)}  # of one that is not trained now
+    update = recipe.run(Task(0, tuple(SEVERAL[:2]), given, recipe, 2), bench)
+    assert not any(set(part) & structure.statistics for part in update.params)
+    own = {f"{n}@{i}" for n in structure.statistics for i in (0, 1)}
+    assert set(bench.to_keep) == own | {"norm.running_mean@7"}
+    zeros = torch.zeros(6)  # the model's own first values, not what travelled
+    assert not bench.to_keep["norm.running_mean@0"].equal(zeros)
+    assert not bench.to_keep["norm.running_mean@0"].equal(bench.to_keep["norm.running_mean@1"])

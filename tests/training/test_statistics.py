@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fedquilt.federation.average import average
 from fedquilt.federation.client import Task
 from fedquilt.structure.cut import build, take
+from fedquilt.structure.subnet import Subnet
 from fedquilt.training.sgd import batches
-from fedquilt.training.statistics import Statistics
+from fedquilt.training.statistics import Statistics, untracked
 
 
 def queried(structure, bench, params, widths, batch_size=4):
@@ -72,3 +77,62 @@ def test_the_question_changes_neither_weights_nor_settings(structure, bench, par
     module = bench.module(structure.subnet(1.0), params)
     assert [module.norm.momentum, module.norm2.momentum] == [0.1, 0.1]
     assert all(module.state_dict()[n].equal(t) for n, t in params.items())
+
+
+def test_several_passes_are_shuffled_anew_and_count_as_so_many_batches(
+    structure, bench, data, params
+):
+    """By hand for the first layer: the mean of all batches' means, over three passes."""
+    recipe = Statistics(4, epochs=3)
+    update = recipe.run(Task(0, (Subnet(),), params, recipe, 9), bench)
+    examples, generator = data["train"][0], torch.Generator().manual_seed(9)
+    drawn = [list(batches(14, 4, generator)) for _ in range(3)]
+    assert not drawn[0][0].equal(drawn[1][0])
+    outputs = [
+        F.conv2d(examples.inputs[rows], params["first.weight"], params["first.bias"], padding=1)
+        for rows in itertools.chain(*drawn)
+    ]
+    mean = torch.stack([y.mean((0, 2, 3)) for y in outputs]).mean(0)
+    var = torch.stack([y.var((0, 2, 3)) for y in outputs]).mean(0)
+    torch.testing.assert_close(update.params[0]["norm.running_mean"], mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(update.params[0]["norm.running_var"], var, rtol=1e-4, atol=1e-5)
+    assert update.weight == 12.0
+
+
+def test_subnets_that_own_everything_are_asked_one_by_one(structure, bench, params):
+    given = {
+        f"{n}@{i}": t * (1 + i) if t.is_floating_point() else t
+        for i in range(3)
+        for n, t in params.items()
+    }
+    subnets = tuple(Subnet().owning(str(i), "*") for i in range(3))
+    recipe = Statistics(4)
+    update = recipe.run(Task(0, subnets, given, recipe, 2), bench)
+    for subnet, found in zip(subnets, update.params, strict=True):
+        alone = recipe.run(Task(0, (subnet,), given, recipe, 2), bench)
+        assert all(t.equal(found[n]) for n, t in alone.params[0].items())
+    merged = average(given, structure, [update])
+    assert merged.keys() == given.keys()
+    changed = {n for n, t in merged.items() if not t.equal(given[n])}
+    assert changed == {f"{n}@{i}" for n in structure.statistics for i in range(3)}
+
+
+def test_what_a_client_keeps_for_itself_is_what_it_sends(structure, bench, params):
+    recipe = Statistics(4, home=(":statistics",))
+    update = recipe.run(Task(0, (structure.subnet(0.5),), params, recipe, 2), bench)
+    assert bench.to_keep.keys() == update.params[0].keys() == structure.statistics
+    assert all(t.equal(update.params[0][n]) for n, t in bench.to_keep.items())
+
+
+def test_an_untracked_copy_normalises_every_batch_by_itself(net, data):
+    bare = untracked(net)
+    assert net.norm.running_mean is not None  # the model itself is left as it is
+    assert not any("running" in n or "tracked" in n for n in bare.state_dict())
+    assert bare.state_dict().keys() == dict(net.named_parameters()).keys()
+    x = data["test"][0].inputs
+    with torch.no_grad():
+        expected = untracked(net).train()(x)
+        assert bare.eval()(x).equal(expected)
+        assert not bare(x[:4]).allclose(bare(x)[:4])  # it depends on the company
+    plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    assert untracked(plain).state_dict().keys() == plain.state_dict().keys()

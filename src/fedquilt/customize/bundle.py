@@ -1,44 +1,121 @@
-"""The bundle: a finished model on disk, from which a model of any size is cut at once."""
+"""The bundle: a finished model on disk, from which a model of any size is cut at once.
+
+All tensors are in one file that is mapped into memory, with a digest for each of them: a model that
+needs one base of eight reads and checks an eighth of the file. The structure is there too, so the
+model need not be traced again.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fedquilt.customize.structured import as_values, from_values
 from fedquilt.errors import CheckpointError
-from fedquilt.runs.checkpoint import read_tensors, write_tensors, write_text
+from fedquilt.runs.checkpoint import file_hash, write_tensors, write_text
+from fedquilt.structure.groups import Structure
 
-FORMAT, VERSION = "fedquilt-bundle", 1
+FORMAT, VERSION = "fedquilt-bundle", 2  # version 1 has one digest for all, and no structure
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors in a file, each read when it is asked for, and then compared with its digest.
+
+    They lie in memory that is mapped from the file, and are not to be changed.
+    """
+
+    def __init__(self, path: Path, digests: Mapping[str, str] | str) -> None:
+        self._path, self._digests = path, digests
+        self._unchecked = {} if isinstance(digests, str) else dict(digests)
+        try:
+            if isinstance(digests, str) and file_hash(path) != digests:
+                raise self._damaged("its contents are")
+            self._file: Any = safe_open(path, framework="pt")
+        except OSError as problem:
+            raise CheckpointError(f"{path} cannot be read ({problem})") from problem
+        except SafetensorError as problem:
+            raise self._damaged("its header is") from problem
+        self._names = frozenset(self._file.keys())  # type: ignore[no-untyped-call]
+        if self._unchecked and self._names != self._unchecked.keys():
+            raise self._damaged("the tensors in it are")
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        if name in self._unchecked:
+            if _digest(tensor) != self._unchecked[name]:
+                raise self._damaged(f"'{name}' is")
+            del self._unchecked[name]
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __reduce__(self) -> Any:
+        return StoredTensors, (self._path, self._digests)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read for it."""
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} is damaged: {what} not what was written")
 
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
     """Global tensors, and what is needed to cut them: as plain values."""
 
-    params: Mapping[str, Tensor]
+    params: StoredTensors
+    structure: Structure | None  # of the model that was given; None: an old bundle
     about: Mapping[str, Any]
 
 
-def save(folder: Path, bundle: Bundle) -> None:
-    """Writes the bundle; the description last, so that one which can be read is whole."""
+def save(
+    folder: Path, params: Mapping[str, Tensor], structure: Structure, about: Mapping[str, Any]
+) -> None:
+    """Writes a bundle; the description last, so that one which can be read is whole.
+
+    The file of the tensors is replaced, not written over: others may have it mapped.
+    """
+    part = folder / ".params.safetensors.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        digest = write_tensors(folder / "params.safetensors", bundle.params)
-        about = {"format": FORMAT, "version": VERSION, "sha256": digest, **bundle.about}
-        write_text(folder / "bundle.json", json.dumps(about, indent=1, sort_keys=True))
+        write_tensors(part, params)
+        part.replace(folder / "params.safetensors")
+        write_text(folder / "structure.json", json.dumps(as_values(structure)))
+        written = {
+            **about,
+            "format": FORMAT,
+            "version": VERSION,
+            "sha256": {name: _digest(tensor) for name, tensor in params.items()},
+            "structure": file_hash(folder / "structure.json"),
+        }
+        write_text(folder / "bundle.json", json.dumps(written, indent=1, sort_keys=True))
     except OSError as problem:
+        part.unlink(missing_ok=True)
         raise CheckpointError(
             f"the model could not be written to {folder} ({problem})"
         ) from problem
 
 
 def load(folder: Path) -> Bundle:
-    """Reads a bundle, and refuses one that is damaged or foreign."""
+    """Opens a bundle, and refuses one that is damaged or foreign."""
     path = folder / "bundle.json"
     if not path.exists():
         raise CheckpointError(
@@ -51,4 +128,28 @@ def load(folder: Path) -> Bundle:
         raise CheckpointError(f"{path} cannot be read ({problem})") from problem
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a bundle of fedquilt")
-    return Bundle(read_tensors(folder / "params.safetensors", about["sha256"]), about)
+    version = about.get("version")
+    if version not in (1, VERSION):
+        raise CheckpointError(
+            f"{path} has version {version}, this fedquilt reads version {VERSION}"
+        )
+    params = StoredTensors(folder / "params.safetensors", about["sha256"])
+    structure = _structure(folder / "structure.json", about["structure"]) if version > 1 else None
+    return Bundle(params, structure, about)
+
+
+def _structure(path: Path, digest: str) -> Structure:
+    try:
+        if file_hash(path) != digest:
+            raise CheckpointError(f"{path} is damaged: its contents are not what was written")
+        return from_values(json.loads(path.read_text()))
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be read ({problem})") from problem
+
+
+def _digest(tensor: Tensor) -> str:
+    """The SHA-256 of a tensor: what it is, and every bit of it."""
+    data = tensor.detach().cpu().contiguous()
+    found = hashlib.sha256(f"{data.dtype} {tuple(data.shape)}".encode())
+    found.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import logging
@@ -16,6 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fedquilt.customize.family import Family
+from fedquilt.customize.mixture import Mixture
 from fedquilt.errors import ConfigError, FedquiltError, unknown
 from fedquilt.structure.trace import Example, arguments, named_tensors
 
@@ -27,24 +30,35 @@ def export(
     path: str | Path,
     example: Example | None = None,
     about: Mapping[str, Any] | None = None,
+    *,
+    family: bool = False,
 ) -> Path:
     """Writes a model to ``.safetensors``, ``.pt2`` or ``.onnx``, by the file's ending.
 
-    A model from ``customize`` knows its example input; for others give one.
+    A model from ``customize`` knows its example input; for others give one. It is written at the
+    width and the robustness that it is at; with ``family`` all of them go into one ``.onnx`` or
+    ``.pt2``, whose last input is the robustness and whose output has a row for each width, see
+    ``fedquilt.customize.family``.
     """
     path = Path(path)
     writer = WRITERS.get(path.suffix)
     if writer is None:
         raise ConfigError(unknown("file ending", path.suffix or path.name, WRITERS))
-    inputs = _probe(example if example is not None else _remembered(model))
+    if family and writer is _safetensors:
+        raise ConfigError("a family is a program, not only weights; write it to .onnx or .pt2")
+    example = example if example is not None else _remembered(model)
+    whole = Family(model) if family else model
     was_training = model.training
-    model.eval()
+    whole.eval()
     part = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with torch.no_grad():
-            expected = model(*inputs)
-            _compare(path, writer(model, part, inputs, dict(about or {})), expected)
+            trials = _trials(whole, example)
+            fewer = tuple(_first(x, 2) for x in trials[0][0])  # files take any number of examples
+            answer = _written(path, lambda: writer(whole, part, fewer, dict(about or {})))
+            for inputs, expected in trials:
+                _compare(path, answer(*inputs), expected)
         part.chmod(0o644)
         part.replace(path)
     except OSError as problem:
@@ -56,17 +70,22 @@ def export(
     return path
 
 
-def _probe(example: Example) -> tuple[Any, ...]:
-    """Inputs to compare outputs on: two, so that files take any number, and not all zeros."""
+def _trials(model: nn.Module, example: Example) -> list[tuple[tuple[Any, ...], Tensor]]:
+    """Inputs to compare outputs on, three and not all zeros, and the model's outputs."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        pair = x[:1].expand(2, *x.shape[1:]).contiguous()
-        return torch.randn(pair.shape, generator=generator) if x.is_floating_point() else pair
+        some = x[:1].expand(3, *x.shape[1:]).contiguous()
+        return torch.randn(some.shape, generator=generator) if x.is_floating_point() else some
 
-    return tuple(drawn(x) for x in arguments(example))
+    inputs = tuple(drawn(x) for x in arguments(example))
+    return model.trials(inputs) if isinstance(model, Family) else [(inputs, model(*inputs))]
+
+
+def _first(x: Any, count: int) -> Any:
+    return x[:count] if isinstance(x, Tensor) and x.ndim else x
 
 
 def _remembered(model: nn.Module) -> Example:
@@ -86,52 +105,90 @@ def _compare(path: Path, found: Tensor, expected: Tensor) -> None:
         )
 
 
-Writer = Callable[[nn.Module, Path, tuple[Any, ...], dict[str, Any]], Tensor]
+Answer = Callable[..., Tensor]  # what the written file says
+Writer = Callable[[nn.Module, Path, tuple[Any, ...], dict[str, Any]], Answer]
+
+
+def _written(path: Path, write: Callable[[], Answer]) -> Answer:
+    try:
+        return write()
+    except RuntimeError as problem:  # the exporters' own errors, with pages of explanation
+        reason = str(problem.__cause__ or problem).strip().partition("\n")[0]
+        raise FedquiltError(
+            f"{path} was not written: the model cannot be exported for any number of examples "
+            f"({reason})"
+        ) from problem
 
 
 def _safetensors(
     model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str, Any]
-) -> Tensor:
+) -> Answer:
     tensors = {n: t.detach().contiguous() for n, t in named_tensors(model).items()}
     save_file(tensors, path, metadata={"fedquilt": json.dumps(about, sort_keys=True)})
     with safe_open(path, framework="pt") as file:
         values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    output: Tensor = torch.func.functional_call(model, values, inputs)
-    return output
+    return lambda *inputs: torch.func.functional_call(model, values, inputs)
 
 
-def _pt2(model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str, Any]) -> Tensor:
+def _pt2(model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str, Any]) -> Answer:
     with _quiet():
-        program = torch.export.export(model, inputs, dynamic_shapes=_any_batch(inputs))
+        program = torch.export.export(model, inputs, dynamic_shapes=_any_batch(model, inputs))
         torch.export.save(program, path, extra_files={"fedquilt.json": json.dumps(about)})
-        output: Tensor = torch.export.load(path).module()(*inputs)
-    return output
+        found: Answer = torch.export.load(path).module()
+    return found
 
 
-def _onnx(model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str, Any]) -> Tensor:
+def _onnx(model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str, Any]) -> Answer:
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError:
         raise ConfigError("ONNX needs the extra: pip install 'fedquilt[onnx]'") from None
+    names = _input_names(model, len(inputs))
     with _quiet():
-        torch.onnx.export(
+        program = torch.onnx.export(
             model,
             inputs,
-            path,
             dynamo=True,
-            dynamic_shapes=_any_batch(inputs),
-            external_data=False,
+            dynamic_shapes=_any_batch(model, inputs),
+            input_names=names,
+            output_names=["logits_by_width" if isinstance(model, Family) else "logits"],
             verbose=False,
         )
+        assert program is not None
+        program.model.metadata_props["fedquilt"] = json.dumps(about, sort_keys=True)
+        program.save(path, external_data=False)
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    names = [i.name for i in session.get_inputs()]
-    feed = {n: x.numpy() for n, x in zip(names, inputs, strict=True)}
-    return torch.from_numpy(session.run(None, feed)[0])
+
+    def answer(*inputs: Tensor) -> Tensor:
+        feed = {n: x.numpy() for n, x in zip(names, inputs, strict=True)}
+        return torch.from_numpy(session.run(None, feed)[0])
+
+    return answer
 
 
-def _any_batch(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple({0: torch.export.Dim.DYNAMIC} if isinstance(x, Tensor) else None for x in inputs)
+def _input_names(model: nn.Module, count: int) -> list[str]:
+    """The names that a net's own ``forward`` gives its inputs; a mixture has its nets'."""
+    if isinstance(model, Family):
+        others = count - model.has_dial
+        return [*_input_names(model.mixture, others), "robustness"][:count]
+    net = model.nets[0] if isinstance(model, Mixture) else model
+    names = [p.name for p in _positional(net)][:count]
+    return names if len(names) == count else [f"input_{i}" for i in range(count)]
+
+
+def _any_batch(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """That the first axis of every input has any size, nested as ``forward(x, *others)`` has it."""
+    shapes = tuple(
+        {0: torch.export.Dim.DYNAMIC} if isinstance(x, Tensor) and x.ndim else None for x in inputs
+    )
+    count = len(_positional(model))
+    return shapes if len(inputs) <= count else (*shapes[:count], shapes[count:])
+
+
+def _positional(model: nn.Module) -> list[inspect.Parameter]:
+    found = inspect.signature(model.forward).parameters.values()
+    return [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 class _quiet:

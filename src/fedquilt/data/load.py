@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedquilt.data.examples import Examples, Normalise, refuse_not_finite
 from fedquilt.data.hub import HUB, download
+from fedquilt.data.partition import first_rows
 from fedquilt.errors import DataError, unknown
 
 Array: TypeAlias = npt.NDArray[np.generic]
@@ -30,6 +31,13 @@ AUGMENTED = ("cifar10", "cifar100")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 MOST_CLASSES = 100_000
 CHANNELS = (1, 3, 4)
+DIGITS5 = (  # one domain a line, the order of FedBN; a second name stands in for the first
+    ("digits-mnist",),
+    ("digits-svhn",),
+    ("digits-usps",),
+    ("digits-synth", "digits-synth-standin"),
+    ("digits-mnistm",),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +56,35 @@ class Source:
     groups_test: Tensor | None = None
     group_names: tuple[str, ...] = ()
 
+    def scaled(self, scale: Normalise | None) -> Source:
+        """The set normalised in another way; None: images stay in [0, 1]."""
+        train, test = (replace(examples, scale=scale) for examples in (self.train, self.test))
+        return replace(self, train=train, test=test)
+
+    def first(self, share: float) -> Source:
+        """The set with the first ⌊share · n⌋ training examples of each group, or of the whole.
+
+        Examples stay in the order of the file; the test set and the normalisation stay as they are.
+        """
+        groups = self.groups_train
+        labels = self.train.labels
+        rows = torch.from_numpy(
+            first_rows(torch.zeros_like(labels) if groups is None else groups, share)
+        )
+        return replace(
+            self,
+            train=self.train.select(rows),
+            groups_train=None if groups is None else groups[rows],
+        )
+
 
 def load(name_or_path: str, *, folder: Path | None = None) -> Source:
     """The set of that name, or the one in that file or folder.
 
     ``digits`` comes with scikit-learn. ``mnist``, ``fashion-mnist``, ``cifar10`` and ``cifar100``
     are looked for as ``<name>.npz`` in ``folder``, in ``$FEDQUILT_DATA`` and in the cache, and
-    are downloaded into the cache if they are in none of them. A path names an ``.npz`` file with
+    are downloaded into the cache if they are in none of them. ``digits5`` are five domains of
+    digits, looked for in the same places and never downloaded. A path names an ``.npz`` file with
     x_train, y_train, x_test, y_test (and id_train, id_test or domain_train, domain_test), a folder
     of such files, one domain each, or a folder of images, ``train/<class>/`` and ``test/<class>/``.
 
@@ -63,6 +93,8 @@ def load(name_or_path: str, *, folder: Path | None = None) -> Source:
     """
     if name_or_path == "digits":
         return _source("digits", _digits())
+    if name_or_path == "digits5":
+        return _digits5(folder)
     if name_or_path in HUB:
         return _source(name_or_path, _read_npz(_find(name_or_path, folder)))
     path = Path(name_or_path).expanduser()
@@ -75,7 +107,7 @@ def load(name_or_path: str, *, folder: Path | None = None) -> Source:
             f"the data must be an .npz file or a folder, got '{path}' which does not exist; "
             "check the path"
         )
-    names = unknown("dataset", name_or_path, ("digits", *HUB))
+    names = unknown("dataset", name_or_path, ("digits", "digits5", *HUB))
     raise DataError(f"{names}, or give the path of an .npz file or a folder")
 
 
@@ -99,17 +131,50 @@ def _digits() -> Arrays:
     }
 
 
+def _digits5(folder: Path | None) -> Source:
+    """Five domains of digits as in FedBN (Li et al., ICLR 2021), all cut to the smallest's size.
+
+    Images stay in [0, 1], as Split-Mix uses them. The domains are called as their files, so that
+    a stand-in for SynthDigits can be seen.
+    """
+    files = [_domain_file(names, _places(folder)) for names in DIGITS5]
+    return _from_domains("digits5", files, equally=True).scaled(None)
+
+
+def _domain_file(names: Sequence[str], places: Sequence[Path]) -> Path:
+    """The first of the files that is anywhere; a stand-in only if the real one is nowhere."""
+    for name in names:
+        found = _found(name, places)
+        if found is not None:
+            return found
+    raise DataError(
+        f"dataset 'digits5' needs {' or '.join(f'{name}.npz' for name in names)}, which is not in "
+        f"{', '.join(map(str, places))} and is not downloaded; put it there, or name its folder in "
+        "$FEDQUILT_DATA"
+    )
+
+
 def _find(name: str, folder: Path | None) -> Path:
     """The named set's file, downloaded into the cache if it is nowhere on this machine."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cached = cache_home / "fedquilt" / f"{name}.npz"
-    own = os.environ.get("FEDQUILT_DATA")
-    folders = [Path(place) for place in (folder, own) if place]
-    for path in (*(place / f"{name}.npz" for place in folders), cached):
-        if path.is_file():
-            return path
+    places = _places(folder)
+    found = _found(name, places)
+    if found is not None:
+        return found
+    cached = places[-1] / f"{name}.npz"
     _write_npz(cached, download(name))
     return cached
+
+
+def _places(folder: Path | None) -> list[Path]:
+    """Where named sets are looked for, the cache last."""
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    own = os.environ.get("FEDQUILT_DATA")
+    return [*(Path(place) for place in (folder, own) if place), cache_home / "fedquilt"]
+
+
+def _found(name: str, places: Sequence[Path]) -> Path | None:
+    paths = (place / f"{name}.npz" for place in places)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _write_npz(path: Path, arrays: Arrays) -> None:
@@ -169,8 +234,8 @@ def _from_folder(path: Path) -> Source:
     )
 
 
-def _from_domains(name: str, files: Sequence[Path]) -> Source:
-    """One domain per file, in the order of their names."""
+def _from_domains(name: str, files: Sequence[Path], *, equally: bool = False) -> Source:
+    """One domain per file, in their order; equally: with the first examples only, as many each."""
     domains = [_read_npz(file) for file in files]
     for file, arrays in zip(files, domains, strict=True):
         _check(str(file), arrays)
@@ -180,11 +245,19 @@ def _from_domains(name: str, files: Sequence[Path]) -> Source:
                 f"all domains must have inputs of one shape and type, '{file.name}' has {given} "
                 f"and '{files[0].name}' has {first}; convert them, or keep one set per folder"
             )
+    if equally:
+        domains = _cut_alike(domains)
     joined = {key: np.concatenate([arrays[key] for arrays in domains]) for key in REQUIRED}
     for part in ("train", "test"):
         sizes = [len(arrays[f"y_{part}"]) for arrays in domains]
         joined[f"domain_{part}"] = np.repeat(np.arange(len(files)), sizes)
     return replace(_source(name, joined), group_names=tuple(file.stem for file in files))
+
+
+def _cut_alike(domains: Sequence[Arrays]) -> list[Arrays]:
+    """The first examples of every domain, as many as the smallest has."""
+    sizes = {key: min(len(arrays[key]) for arrays in domains) for key in REQUIRED}
+    return [{key: arrays[key][:size] for key, size in sizes.items()} for arrays in domains]
 
 
 def _kind(inputs: Array) -> str:

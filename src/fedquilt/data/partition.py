@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -23,7 +24,8 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 Numbers: TypeAlias = npt.NDArray[np.int64] | Tensor
 
 SHARES, TRAIN, TEST = range(3)  # one stream of random numbers for each purpose
-KINDS = ("iid", "classes", "dirichlet", "domain", "natural")
+BLOCKS = "domain:blocks"
+KINDS = ("iid", "classes", "dirichlet", "domain", BLOCKS, "natural")
 
 
 def iid(num_examples: int, num_clients: int, seed: int) -> list[Indices]:
@@ -63,16 +65,52 @@ def dirichlet(
     return _nobody_empty(shares.deal(_array(labels), seed, TRAIN))
 
 
-def by_group(groups: Numbers, num_clients: int | None, seed: int) -> list[Indices]:
+def by_group(
+    groups: Numbers, num_clients: int | None, seed: int, *, blocks: bool = False
+) -> list[Indices]:
     """One client per natural id (``num_clients=None``), or equally many clients per domain.
 
     Clients stand in the order of the groups: with two domains and four clients, clients 0 and 1
-    share the first domain and clients 2 and 3 the second.
+    share the first domain and clients 2 and 3 the second. Inside a domain examples are dealt at
+    random; with ``blocks`` neighbours get consecutive blocks in the order of the file, the first
+    ones one example more where they do not come out even, and the seed plays no part.
+
+    >>> [rows.tolist() for rows in by_group(np.array([7, 8, 7, 7]), 2, 0, blocks=True)]
+    [[0, 2, 3], [1]]
     """
     numbers = _array(groups)
     present = np.unique(numbers)
     count = _count_for_groups(num_clients, len(present), len(numbers))
-    return _nobody_empty(_deal_groups(numbers, present, count, seed, TRAIN))
+    rng = None if blocks else np.random.default_rng((seed, TRAIN))
+    return _nobody_empty(_deal_groups(numbers, present, count, rng))
+
+
+def first_rows(groups: Numbers, share: float) -> Indices:
+    """The first ⌊share · n⌋ of the n rows of every group, in the order of the file.
+
+    >>> first_rows(np.array([0, 1, 0, 1, 0, 0]), 0.5).tolist()
+    [0, 1, 2]
+    """
+    if not 0 < share <= 1:
+        raise DataError(f"a share of a set is in (0, 1], got {share}; write 0.3 for 30 %")
+    numbers = _array(groups)
+    rows_of = list(_rows_of(numbers, np.unique(numbers)))
+    smallest = min(map(len, rows_of))
+    if part_of(smallest, share) == 0:
+        raise DataError(
+            f"every domain must keep an example, a share of {share} leaves none of {smallest}; "
+            "take a larger share"
+        )
+    return np.sort(np.concatenate([rows[: part_of(len(rows), share)] for rows in rows_of]))
+
+
+def part_of(num_examples: int, share: float) -> int:
+    """⌊share · num_examples⌋, the share taken as it is written and not as its nearest float.
+
+    >>> part_of(7438, 0.3), part_of(100, 0.29)
+    (2231, 29)
+    """
+    return math.floor(Fraction(str(share)) * num_examples)
 
 
 @dataclass(frozen=True)
@@ -110,8 +148,11 @@ class Partition:
 
         Every training row is used once and every client has some; a test list may be empty.
         ``natural`` has one client per id, and takes None or their number as ``num_clients``.
+        ``domain`` deals each domain at random among its clients. ``domain:blocks`` cuts it into
+        consecutive blocks of equal size, as Split-Mix does (Hong et al., ICLR 2022); departure:
+        where sizes do not come out even the first clients get one more, there it is drawn who.
         """
-        if self.kind in ("domain", "natural"):
+        if self.kind in ("domain", BLOCKS, "natural"):
             return self._split_groups(groups_train, groups_test, num_clients, seed)
         if num_clients is None:
             raise DataError(
@@ -154,16 +195,22 @@ class Partition:
             )
         _refuse_strangers(test, present, "group")
         count = _count_for_groups(num_clients, len(present), len(train))
-        dealt = _nobody_empty(_deal_groups(train, present, count, seed, TRAIN))
-        return dealt, _deal_groups(test, present, count, seed, TEST)
+        rngs = [
+            None if self.kind == BLOCKS else np.random.default_rng((seed, stream))
+            for stream in (TRAIN, TEST)
+        ]
+        dealt = _nobody_empty(_deal_groups(train, present, count, rngs[0]))
+        return dealt, _deal_groups(test, present, count, rngs[1])
 
 
 def parse(text: str) -> Partition:
-    """The partition that a text names: iid, classes:2, dirichlet:0.5, domain or natural.
+    """The partition that a text names: iid, classes:2, dirichlet:0.5, domain, natural, ...
 
     >>> parse("dirichlet:0.5")
     Partition(kind='dirichlet', number=0.5, exact=True)
     """
+    if text.strip() == BLOCKS:
+        return Partition(BLOCKS)
     kind, colon, number = text.strip().partition(":")
     if kind == "classes":
         return Partition(kind, _read_classes(text, number))
@@ -391,13 +438,15 @@ def _count_for_groups(num_clients: int | None, num_groups: int, num_examples: in
 
 
 def _deal_groups(
-    groups: Indices, present: Indices, num_clients: int, seed: int, stream: int
+    groups: Indices, present: Indices, num_clients: int, rng: np.random.Generator | None
 ) -> list[Indices]:
+    """Rows of each client, dealt at random inside its group; without ``rng`` in blocks."""
     per_group = num_clients // len(present)
-    rng = np.random.default_rng((seed, stream))
     owner = np.empty(len(groups), dtype=np.int64)
     for position, rows in enumerate(_rows_of(groups, present)):
-        owner[rng.permutation(rows)] = position * per_group + np.arange(len(rows)) % per_group
+        turns = np.arange(len(rows)) % per_group
+        order, turns = (rows, np.sort(turns)) if rng is None else (rng.permutation(rows), turns)
+        owner[order] = position * per_group + turns
     return _lists(owner, num_clients)
 
 

@@ -38,6 +38,7 @@ from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.structure.cut import Params
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
+from fedquilt.training.descent import one_thread
 from fedquilt.training.recipe import Recipe, Workbench
 
 Data = Mapping[str, Mapping[int, ClientData]]  # split -> client -> examples
@@ -259,17 +260,6 @@ def do_task(
     return update, kept if kept is not None and is_sound(kept) else None
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """PyTorch with one thread, as workers have it, so that the bits are theirs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _heaviest_first(tasks: Sequence[Task], structure: Structure) -> list[int]:
     """Long tasks start early, so that no worker is left alone with one at the end."""
     sizes: dict[tuple[Subnet, ...], float] = {}
@@ -281,7 +271,7 @@ def _heaviest_first(tasks: Sequence[Task], structure: Structure) -> list[int]:
 
 def _share(subnet: Subnet, structure: Structure) -> float:
     kept = [structure.kept(subnet, g) / structure.groups[g].size for g in structure.cut_groups()]
-    return sum(kept) / max(len(kept), 1)
+    return sum(kept) / len(kept) if kept else 1.0
 
 
 def _packed(parts: Sequence[Params]) -> dict[str, Tensor]:

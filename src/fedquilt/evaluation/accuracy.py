@@ -1,31 +1,36 @@
 """Accuracy of every size, on the server's held-out data and on the clients' own test data.
 
 "Global" is the model on all held-out data. "Local" restricts each client's answers to the classes
-it has, on its own test data, averaged over examples (HeteroFL, Sec. 4). For methods with personal
-models both are means over clients of what each one's own model gets.
+it has, on its own test data, averaged over examples (HeteroFL, Sec. 4). "User" accuracy is each
+client's on its own test data, all classes allowed, averaged over clients (Split-Mix, Sec. 5); so is
+robust accuracy, on attacked inputs. For methods with personal models all are means over
+clients of what each one's own model gets.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from fedquilt.engines.engine import Engine
-from fedquilt.errors import TrainingError
-from fedquilt.federation.client import SERVER, Failure, Task, Update
+from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.federation.client import SERVER, Failure, Task, Update, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Method
-from fedquilt.structure.cost import cost
+from fedquilt.structure.cost import Cost, cost
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.evaluate import Evaluate
+from fedquilt.training.attack import PGD
+from fedquilt.training.evaluate import Evaluate, has_dial
 
 PARTS = 8  # held-out data is evaluated in this many tasks, whatever the number of workers
 
 
 @dataclass(frozen=True)
 class SizeScore:
-    """How the subnet of one width does."""
+    """How the net of one width, at one robustness, does."""
 
     width: float
     params: int
@@ -34,6 +39,9 @@ class SizeScore:
     local_accuracy: float | None  # None where clients have no test data of their own
     loss: float | None  # None without held-out data, and where it is not finite
     num_examples: int
+    user_accuracy: float | None = None  # mean over clients with test data
+    robustness: float | None = None  # the dial; None where there is none
+    robust_accuracy: float | None = None  # mean over clients; None without an attack
 
 
 def evaluate(
@@ -45,16 +53,29 @@ def evaluate(
     held_out: bool,
     testers: tuple[int, ...],
     widths: tuple[float, ...] | None = None,
+    robustness: tuple[float, ...] = (),
+    attack: PGD | None = None,
 ) -> list[SizeScore]:
-    """Scores of a finished state, largest size first.
+    """Scores of a finished state, largest size first, at one robustness after another.
 
     ``held_out`` says whether the server has data, ``testers`` which clients have.
     """
+    if robustness and not has_dial(setup.model):
+        raise ConfigError(
+            "this run's model has no robustness to choose; train one with method.robust = true"
+        )
     sizes = widths or method.sizes(setup)
-    subnets = tuple(method.subnet(setup, width).leaving(*method.home) for width in sizes)
-    shared = _held_out_tasks(setup, method, state, subnets) if held_out else []
+    mixes = [tuple(s.leaving(*method.home) for s in method.mix(setup, w)) for w in sizes]
+    subnets = tuple(dict.fromkeys(subnet for mix in mixes for subnet in mix))  # each once
+    recipe = Evaluate(
+        mixes=tuple(tuple(map(subnets.index, mix)) for mix in mixes),
+        home=method.home,
+        robustness=robustness,
+        attack=attack,
+    )
+    shared = _held_out_tasks(setup, state, subnets, recipe) if held_out else []
     own = [
-        Task(c.id, subnets, state.params, Evaluate(labels=c.labels, home=method.home), 0)
+        Task(c.id, subnets, state.params, replace(recipe, labels=c.labels), _seed(c.id))
         for c in setup.clients
         if c.id in testers
     ]
@@ -63,36 +84,81 @@ def evaluate(
     for result in on_shared:
         if isinstance(result, Failure):
             raise TrainingError(f"the held-out data could not be evaluated: {result.reason}")
+    answered = [r for r in on_own if isinstance(r, Update)]  # clients that failed are left out
     scores = []
-    for i, (width, subnet) in enumerate(zip(sizes, subnets, strict=True)):
-        price = cost(setup.model, setup.structure, subnet, setup.example)
-        accuracy, loss, count = _share(on_shared, i)
-        local, _, local_count = _share(on_own, i)  # clients that failed are left out
+    points = [(r, w, m) for r in robustness or (None,) for w, m in zip(sizes, mixes, strict=True)]
+    for i, (dial, width, mix) in enumerate(points):
+        price = cost_of(setup, mix)
+        accuracy, loss, count = _share(on_shared, "hits", i)
+        local, _, local_count = _share(answered, "local", i)
         scores.append(
-            SizeScore(width, price.params, price.macs, accuracy, local, loss, count or local_count)
+            SizeScore(
+                width,
+                price.params,
+                price.macs,
+                accuracy,
+                local,
+                loss,
+                count or local_count,
+                _mean_over_clients(answered, "hits", i),
+                dial,
+                _mean_over_clients(answered, "robust", i),
+            )
         )
     return scores
 
 
+def accuracy_by_client(
+    setup: Setup, method: Method, state: State, engine: Engine, testers: tuple[int, ...]
+) -> dict[int, float]:
+    """The largest net's accuracy on each client's own test data, all classes allowed."""
+    mix = tuple(s.leaving(*method.home) for s in method.mix(setup, max(method.sizes(setup))))
+    recipe = Evaluate(mixes=(tuple(range(len(mix))),), home=method.home)
+    tasks = [Task(c, mix, state.params, recipe, _seed(c)) for c in testers]
+    return {
+        result.client: result.metrics["hits:0"] / result.metrics["examples"]
+        for result in engine.run(tasks)
+        if isinstance(result, Update)
+    }
+
+
+def cost_of(setup: Setup, mix: Sequence[Subnet]) -> Cost:
+    """What a mix costs: the sum of its subnets."""
+    prices = [cost(setup.model, setup.structure, subnet, setup.example) for subnet in mix]
+    return functools.reduce(operator.add, prices)
+
+
 def _held_out_tasks(
-    setup: Setup, method: Method, state: State, subnets: tuple[Subnet, ...]
+    setup: Setup, state: State, subnets: tuple[Subnet, ...], recipe: Evaluate
 ) -> list[Task]:
-    if method.home:  # every client's own model sees all of the held-out data
-        recipe = Evaluate(home=method.home, of=SERVER)
-        return [Task(c.id, subnets, state.params, recipe, 0) for c in setup.clients]
+    recipe = replace(recipe, attack=None)  # robust accuracy is a mean over clients
+    if recipe.home:  # every client's own model sees all of the held-out data
+        recipe = replace(recipe, of=SERVER)
+        return [Task(c.id, subnets, state.params, recipe, _seed(c.id)) for c in setup.clients]
     return [
-        Task(SERVER, subnets, state.params, Evaluate(part=part, parts=PARTS), 0)
-        for part in range(PARTS)
+        Task(SERVER, subnets, state.params, replace(recipe, part=p, parts=PARTS), _seed(p))
+        for p in range(PARTS)
     ]
 
 
+def _seed(number: int) -> int:
+    """Where an attack starts: the same in every evaluation."""
+    return seed_of(0, number)
+
+
 def _share(
-    results: Iterable[Update | Failure], size: int
+    results: Iterable[Update | Failure], kind: str, point: int
 ) -> tuple[float | None, float | None, int]:
     listed = [result for result in results if isinstance(result, Update)]
     count = sum(int(a.metrics["examples"]) for a in listed)
     if not count:
         return None, None, 0
-    hits = sum(a.metrics[f"hits:{size}"] for a in listed)
-    loss = sum(a.metrics[f"loss:{size}"] for a in listed)
+    hits = sum(a.metrics.get(f"{kind}:{point}", 0.0) for a in listed)  # a part may be empty
+    loss = sum(a.metrics.get(f"loss:{point}", 0.0) for a in listed)
     return hits / count, loss / count if math.isfinite(loss) else None, count
+
+
+def _mean_over_clients(answered: Sequence[Update], kind: str, point: int) -> float | None:
+    name = f"{kind}:{point}"
+    shares = [a.metrics[name] / a.metrics["examples"] for a in answered if name in a.metrics]
+    return sum(shares) / len(shares) if shares else None

@@ -27,6 +27,7 @@ class Client:
     num_examples: int
     labels: tuple[int, ...] = ()  # classes it has
     budget: Budget = field(default_factory=Budget)
+    group: str = field(default="", repr=False)  # where its data come from, such as a domain
 
 
 @dataclass(frozen=True, eq=False)

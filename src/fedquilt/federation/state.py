@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from fedquilt.federation.client import Client
@@ -37,6 +38,16 @@ class Phase:
     rounds: int
     fraction: float
     is_closing: bool = False
+
+    def cohort_size(self, num_clients: int) -> int:
+        """How many clients take part in a round: at least one."""
+        return max(1, round(self.fraction * num_clients))
+
+
+def sample(clients: tuple[Client, ...], phase: Phase, seed: int) -> list[Client]:
+    """A random cohort, in the order of the clients' numbers."""
+    chosen = np.random.default_rng(seed).permutation(len(clients))
+    return [clients[i] for i in sorted(chosen[: phase.cohort_size(len(clients))])]
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedquilt.errors import StructureError, UpdateError
 from fedquilt.federation.client import Update
-from fedquilt.structure.cut import Params, shapes
+from fedquilt.structure.cut import Params, shapes, source_name
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 
@@ -49,9 +49,13 @@ def _accept_part(
                 f"{who} sent '{name}' with shape {tuple(tensors[name].shape)}, its subnet has "
                 f"{shape}; was the model built at another width?"
             )
-        if tensors[name].dtype != params[name].dtype:
+        old = params.get(source_name(name, structure, subnet), params.get(name))
+        if old is None:
+            raise UpdateError(f"{who} sent '{name}' of '{subnet.owner}', which is not in the model")
+        dtype = old.dtype
+        if tensors[name].dtype != dtype:
             raise UpdateError(
-                f"{who} sent '{name}' as {tensors[name].dtype}, the model has {params[name].dtype}"
+                f"{who} sent '{name}' as {tensors[name].dtype}, the model has {dtype}"
             )
         if not _is_finite(tensors[name]):
             raise UpdateError(

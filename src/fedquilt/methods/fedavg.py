@@ -6,25 +6,56 @@ AISTATS 2017.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
 
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods.method import initial, merged
+from fedquilt.methods.method import initial, merged, without_tracking
+from fedquilt.structure.cut import build
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.sgd import SGD, Optimiser
+from fedquilt.training.conditional import conditional
+from fedquilt.training.descent import Optimiser
+from fedquilt.training.objectives import Objective, Plain
+from fedquilt.training.sgd import SGD
 
 
 @dataclass(frozen=True)
 class FedAvg:
-    """One width for all; running statistics of batch normalisation are averaged like weights."""
+    """One width for all.
+
+    Running statistics of batch normalisation are averaged like weights, or with
+    ``statistics="batch"`` there are none and every batch is normalised by itself, also in use.
+    ``conditional`` puts in layers whose work depends on the robustness asked for (OAT).
+    """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
     fraction: float = 0.1
     width: float = 1.0
     home: tuple[str, ...] = ()
+    statistics: Literal["tracked", "batch"] = "tracked"
+    objective: Objective = field(default_factory=Plain)
+    conditional: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses settings that make no sense."""
+        if self.statistics not in ("tracked", "batch"):
+            raise ConfigError(f"statistics are tracked or batch, got '{self.statistics}'")
+
+    def prepared(self, setup: Setup) -> Setup:
+        """The model itself; or without running statistics; or with layers that λ conditions."""
+        setup = without_tracking(setup) if self.statistics == "batch" else setup
+        if not self.conditional:
+            return setup
+        net = build(setup.model, setup.structure, setup.structure.subnet(self.width))
+        with torch.random.fork_rng(devices=[]):  # its new layers are the same if it is resumed
+            torch.default_generator.manual_seed(seed_of(setup.seed, 0, 0, 1))
+            net = conditional(net)
+        return replace(setup, model=net, structure=setup.structure.uncut(net))
 
     def phases(self, setup: Setup) -> tuple[Phase, ...]:
         """Rounds of training."""
@@ -42,18 +73,26 @@ class FedAvg:
                 )
         return initial(setup)
 
-    def plan(self, setup: Setup, state: State, client: Client) -> list[Task]:
+    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """The whole net for every client, or the same part of it; weighted by examples."""
-        recipe = SGD(
-            self.optimiser,
-            lr=self.optimiser.rate(state.round),
-            labels=client.labels,
-            home=self.home,
-            weight=client.num_examples,
-        )
         subnet = setup.structure.subnet(self.width).leaving(*self.home)
-        seed = seed_of(setup.seed, state.round, client.id)
-        return [Task(client.id, (subnet,), state.params, recipe, seed)]
+        return [
+            Task(
+                client.id,
+                (subnet,),
+                state.params,
+                SGD(
+                    self.optimiser,
+                    lr=self.optimiser.rate(state.round, setup.rounds),
+                    labels=client.labels,
+                    home=self.home,
+                    weight=client.num_examples,
+                    objective=self.objective,
+                ),
+                seed_of(setup.seed, state.round, client.id),
+            )
+            for client in cohort
+        ]
 
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """The mean, weighted by examples."""
@@ -63,6 +102,6 @@ class FedAvg:
         """The one width."""
         return (self.width,)
 
-    def subnet(self, setup: Setup, width: float) -> Subnet:
+    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
         """The leading channels."""
-        return setup.structure.subnet(width)
+        return (setup.structure.subnet(width),)

@@ -12,7 +12,7 @@ Differences from the public code, where it departs from the paper, are in docs/m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,7 +24,8 @@ from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.method import affordable, budget_sizes, initial, merged
 from fedquilt.structure.groups import STATISTICS
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.sgd import SGD, Optimiser
+from fedquilt.training.descent import Optimiser
+from fedquilt.training.sgd import SGD
 from fedquilt.training.statistics import Statistics
 
 
@@ -63,6 +64,10 @@ class HeteroFL:
         """Nothing stays on the client: every round is independent (Sec. 3.2)."""
         return ()
 
+    def prepared(self, setup: Setup) -> Setup:
+        """The user's model as it is."""
+        return setup
+
     def phases(self, setup: Setup) -> tuple[Phase, ...]:
         """Algorithm 1: rounds of training, then the query of representation statistics."""
         train = Phase("train", setup.rounds, self.fraction)
@@ -73,23 +78,26 @@ class HeteroFL:
         """Algorithm 1: initialise W_g."""
         return initial(setup)
 
-    def plan(self, setup: Setup, state: State, client: Client) -> list[Task]:
-        """Algorithm 1: determine the client's level p, W_m <- W_g[: d_m, : k_m], and its work."""
+    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+        """Algorithm 1: determine each client's level p, W_m <- W_g[: d_m, : k_m], and its work."""
+        return [self._task(setup, state, client) for client in cohort]
+
+    def _task(self, setup: Setup, state: State, client: Client) -> Task:
         seed = seed_of(setup.seed, state.round, client.id)
         if state.phase == "statistics":
             subnets = tuple(self.subnet(setup, width) for width in self.asked_of(setup, client))
-            return [Task(client.id, subnets, state.params, Statistics(self.statistics_batch), seed)]
+            return Task(client.id, subnets, state.params, Statistics(self.statistics_batch), seed)
         width = self.width_of(setup, state.round, client)
         subnet = setup.structure.subnet(width).leaving(STATISTICS)
         recipe = SGD(
             self.optimiser,
-            lr=self.optimiser.rate(state.round),
+            lr=self.optimiser.rate(state.round, setup.rounds),
             labels=client.labels,
             masked=self.masked,
             own_rows=self.own_rows,
             scale=self.scaler,
         )
-        return [Task(client.id, (subnet,), state.params, recipe, seed)]
+        return Task(client.id, (subnet,), state.params, recipe, seed)
 
     def width_of(self, setup: Setup, round: int, client: Client) -> float:
         """r_m: what the budget allows, or a draw for this round."""
@@ -115,6 +123,10 @@ class HeteroFL:
         return (
             budget_sizes(setup) if self.widths is None else tuple(sorted(self.widths, reverse=True))
         )
+
+    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+        """One subnet."""
+        return (self.subnet(setup, width),)
 
     def subnet(self, setup: Setup, width: float) -> Subnet:
         """The leading channels, with the statistics of that size, or of the next larger one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.structure.budget import fit
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
+from fedquilt.training.statistics import untracked
 
 
 class Method(Protocol):
@@ -22,6 +23,10 @@ class Method(Protocol):
         """Tensors that stay on the client, as patterns."""
         ...
 
+    def prepared(self, setup: Setup) -> Setup:
+        """The setup with the net that is really trained, which may be made from the user's."""
+        ...
+
     def phases(self, setup: Setup) -> tuple[Phase, ...]:
         """The stretches of a run."""
         ...
@@ -30,8 +35,8 @@ class Method(Protocol):
         """The state before the first round."""
         ...
 
-    def plan(self, setup: Setup, state: State, client: Client) -> list[Task]:
-        """What a client is asked to do in this round; nothing, if it takes no part."""
+    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+        """What the clients of a round are asked to do, in their order."""
         ...
 
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
@@ -42,8 +47,8 @@ class Method(Protocol):
         """Widths that the method trains, largest first."""
         ...
 
-    def subnet(self, setup: Setup, width: float) -> Subnet:
-        """The finished model's subnet of a width, for evaluation and customization."""
+    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+        """The finished model of a width: a subnet, or several whose logits are averaged."""
         ...
 
 
@@ -56,6 +61,12 @@ def initial(setup: Setup) -> State:
 def merged(setup: Setup, state: State, updates: Iterable[Update]) -> State:
     """The state whose tensors are the average of the updates, cell by cell."""
     return replace(state, params=average(state.params, setup.structure, updates))
+
+
+def without_tracking(setup: Setup) -> Setup:
+    """The setup whose net has no running statistics: every batch is normalised by itself."""
+    model = untracked(setup.model)
+    return replace(setup, model=model, structure=setup.structure.among(model))
 
 
 def affordable(setup: Setup, client: Client) -> float:

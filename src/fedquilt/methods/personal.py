@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.structure.groups import OUTPUTS
-from fedquilt.training.sgd import Optimiser
+from fedquilt.training.descent import Optimiser
 
 
 def standalone(

@@ -14,12 +14,15 @@ from torch import nn
 from fedquilt.errors import ConfigError, unknown
 from fedquilt.models.heterofl import CNN, PreResNet
 from fedquilt.models.mlp import MLP
+from fedquilt.models.splitmix import AlexNetBN, DigitsCNN
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": MLP,
     "heterofl-cnn": CNN,
     "heterofl-resnet18": partial(PreResNet, (1, 1, 1, 2)),
     "preresnet18": partial(PreResNet, (2, 2, 2, 2)),
+    "digits-cnn": DigitsCNN,
+    "alexnet-bn": AlexNetBN,
 }
 
 

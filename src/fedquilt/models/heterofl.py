@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedquilt.models.initial import redraw
+
 HIDDEN = (64, 128, 256, 512)
 NORMS = ("batch", "none", "instance", "group", "layer")
 
@@ -59,6 +61,11 @@ class CNN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
         return self.classifier(self.features(x).mean((2, 3)))  # type: ignore[no-any-return]
+
+    def reset_parameters(self) -> None:
+        """Draws all initial values again."""
+        redraw(self)
+        initialise(self)
 
 
 class PreActivationBlock(nn.Module):
@@ -114,6 +121,11 @@ class PreResNet(nn.Module):
         """Logits."""
         active = F.relu(self.norm(self.blocks(self.stem(x))))
         return self.classifier(active.mean((2, 3)))  # type: ignore[no-any-return]
+
+    def reset_parameters(self) -> None:
+        """Draws all initial values again."""
+        redraw(self)
+        initialise(self)
 
 
 def initialise(model: nn.Module) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from fedquilt.models.initial import redraw
+
 
 class MLP(nn.Module):
     """Linear layers with ReLU between them, on flattened images."""
@@ -29,3 +31,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
         return self.classifier(self.features(x))  # type: ignore[no-any-return]
+
+    def reset_parameters(self) -> None:
+        """Draws all initial values again."""
+        redraw(self)

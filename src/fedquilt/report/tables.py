@@ -34,23 +34,37 @@ def percent(value: float | None) -> str:
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "width": ("width", "{:g}".format),
+    "robustness": ("robustness", "{:g}".format),
     "params": ("parameters", "{:,}".format),
     "macs": ("MACs", prefixed),
     "bytes": ("upload", lambda value: prefixed(value, "B")),
     "memory": ("training memory", lambda value: prefixed(value, "B")),
     "accuracy": ("accuracy", percent),
-    "local_accuracy": ("local accuracy", percent),
+    "local_accuracy": ("local\naccuracy", percent),
+    "user_accuracy": ("user\naccuracy", percent),
+    "robust_accuracy": ("robust\naccuracy", percent),
 }
+ABOUT_DIALS = ("robustness", "robust_accuracy")
 
 
 def sizes(rows: Sequence[Row]) -> Table:
-    """One line per size; local accuracy only where it says something else than accuracy."""
-    names = [name for name in COLUMNS if name in rows[0]]
-    if all(row.get("local_accuracy") in (None, row.get("accuracy")) for row in rows):
-        names = [name for name in names if name != "local_accuracy"]
+    """One line per point, with the columns that have something to say.
+
+    Local and user accuracy are left out where they are no other than accuracy; upload and local
+    accuracy where robustness is shown, so that eighty columns are enough.
+    """
+    names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
+    hidden = {
+        name
+        for name in ("local_accuracy", "user_accuracy")
+        if all(row.get(name) in (None, row.get("accuracy")) for row in rows)
+    }
+    if any(name in names for name in ABOUT_DIALS):
+        hidden |= {"bytes", "local_accuracy"}
+    names = [name for name in names if name not in hidden]
     table = Table(box=box.SIMPLE)
     for name in names:
-        table.add_column(COLUMNS[name][0], justify="right", no_wrap=True)
+        table.add_column(COLUMNS[name][0], justify="right", no_wrap=True, vertical="bottom")
     for row in rows:
         table.add_row(*(COLUMNS[name][1](row[name]) for name in names))
     return table

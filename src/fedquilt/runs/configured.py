@@ -34,7 +34,8 @@ def ready(config: Config, source: Source, folder: Path, *, resume: bool) -> Call
     structure = Structure.trace(model, example, exclude=config.model.exclude)
     scale = source.train.scale
     if resume and (last := last_checkpoint(folder)) is not None:
-        setup = Setup(model, structure, example, population.clients, config.rounds, config.seed)
+        whole = Setup(model, structure, example, population.clients, config.rounds, config.seed)
+        setup = method.prepared(whole)
         checkpoint.load(last, fingerprint(setup, method))  # refused before anything is written
     _remember(config, folder, resume=resume)
     return lambda watch: train(

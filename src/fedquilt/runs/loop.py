@@ -11,13 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedquilt.engines.engine import Engine
 from fedquilt.errors import CheckpointError, TrainingError, UpdateError
 from fedquilt.evaluation.accuracy import SizeScore, evaluate
-from fedquilt.federation.client import Client, Failure, Update, seed_of
-from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.federation.client import Failure, Update, seed_of
+from fedquilt.federation.state import Phase, Setup, State, sample
 from fedquilt.federation.update import accept
 from fedquilt.methods.method import Method
 from fedquilt.runs import checkpoint
@@ -169,8 +167,8 @@ class Loop:
         state = replace(state, phase=phase.name)
         stream = (2,) if phase.is_closing else ()
         seed = seed_of(self.setup.seed, state.round, *stream)
-        cohort = sample(self.setup.clients, phase.fraction, seed)
-        tasks = [task for c in cohort for task in self.method.plan(self.setup, state, c)]
+        cohort = sample(self.setup.clients, phase, seed)
+        tasks = self.method.plan(self.setup, state, cohort)
         self.watch(RoundStarted(number, phase.name, len(tasks)))
         ledger = _Ledger(self.setup.structure, state.params, self.watch)
         sent = Counter(subnet for task in tasks for subnet in task.subnets)
@@ -287,13 +285,6 @@ class Loop:
                 f"{path} could not be written ({problem}); make room and resume"
             ) from problem
         return is_evaluated
-
-
-def sample(clients: tuple[Client, ...], fraction: float, seed: int) -> list[Client]:
-    """A random set of max(fraction · clients, 1) clients, in the order of their numbers."""
-    count = max(1, round(fraction * len(clients)))
-    chosen = np.random.default_rng(seed).permutation(len(clients))[:count]
-    return [clients[i] for i in sorted(chosen)]
 
 
 def num_bytes(setup: Setup, subnet: Subnet) -> int:

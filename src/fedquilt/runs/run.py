@@ -8,29 +8,34 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedquilt.customize import bundle
+from fedquilt.customize.mixture import NO_DIAL, Mixture, checked_robustness
 from fedquilt.data.population import Population
 from fedquilt.engines.engine import Engine
 from fedquilt.engines.local import LocalEngine
-from fedquilt.errors import CheckpointError, ConfigError
-from fedquilt.evaluation.accuracy import SizeScore, evaluate
+from fedquilt.errors import CheckpointError, ConfigError, TrainingError
+from fedquilt.evaluation.accuracy import SizeScore, accuracy_by_client, cost_of, evaluate
+from fedquilt.evaluation.clients import ClientScore, client_scores
 from fedquilt.federation.client import Client
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Method
 from fedquilt.runs.checkpoint import file_hash, read_tensors, saved, write_tensors
 from fedquilt.runs.loop import Loop, Pace, Watch, ignore
 from fedquilt.structure.budget import Budget, fit
-from fedquilt.structure.cost import cost
-from fedquilt.structure.cut import build, load
+from fedquilt.structure.cut import build, load, source_name
 from fedquilt.structure.groups import Structure
+from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import Example, arguments, named_tensors
+from fedquilt.training.attack import PGD
+from fedquilt.training.dualnorm import set_robustness
+from fedquilt.training.evaluate import has_dial
 
 MakeEngine = Callable[[Setup, Population, Path | None], Engine]
 
@@ -46,46 +51,70 @@ class Run:
     population: Population | None = None
     folder: Path | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    whole: Setup | None = None  # with the user's model, before the method prepared it
 
     @property
     def seed(self) -> int:
         """The seed that the run can be repeated with."""
         return self.setup.seed
 
-    def customize(self, width: float | None = None, **limits: int) -> nn.Module:
+    def customize(
+        self, width: float | None = None, robustness: float | None = None, **limits: int
+    ) -> nn.Module:
         """An ordinary module of a width (the largest trained one), or the widest within limits.
 
-        Limits are ``params``, ``macs``, ``memory`` and ``upload``.
+        Limits are ``params``, ``macs``, ``memory`` and ``upload``. ``robustness`` is from 0
+        (accurate; the default) to 1, for models that were trained with such a dial.
+
+        A method that mixes several nets gives a ``Mixture`` of those that the width needs, and only
+        they are read from the disk. Its dials can be turned later: ``with model.at(width=0.5):``.
+        A model without running statistics normalises every batch by itself: give it batches, a
+        single example it may not answer.
         """
         if self.method.home:
             raise ConfigError(
                 "this method's models stay on the clients, so there is none to take away; "
                 "train with a method that shares its model, such as heterofl"
             )
-        try:
-            budget = Budget(
-                max(self.method.sizes(self.setup)) if width is None else width, **limits
-            )
-        except TypeError:
-            raise ConfigError(
-                "a model is customized by width, params, macs, memory or upload, got "
-                f"{list(limits)}"
-            ) from None
-        found = self._width_within(budget)
-        subnet = self.method.subnet(self.setup, found)
-        small = build(self.setup.model, self.setup.structure, subnet, self.state.params).eval()
-        small.fedquilt_example = self.setup.example  # type: ignore[assignment]
-        small.fedquilt_width = found  # type: ignore[assignment]
-        return small
+        setup, sizes = self.setup, self.method.sizes(self.setup)
+        dial = self._dial(robustness)
+        found = self._width_within(_budget(max(sizes) if width is None else width, limits))
+        nets = [
+            build(setup.model, setup.structure, subnet, self._tensors(subnet))
+            for subnet in self.method.mix(setup, found)
+        ]
+        small: Any = nets[0]
+        if len(self.method.mix(setup, max(sizes))) > 1:
+            small = Mixture(nets, base=min(sizes))
+            found = small.width
+        if dial is not None:
+            set_robustness(small, dial)
+        small.fedquilt_example, small.fedquilt_width = setup.example, found
+        small.fedquilt_robustness = dial
+        module: nn.Module = small.eval()
+        return module
+
+    def _dial(self, robustness: float | None) -> float | None:
+        """Where a model's dial is turned to; None if it has none."""
+        if has_dial(self.setup.model):
+            return checked_robustness(robustness or 0.0)
+        if robustness is not None:
+            raise ConfigError(NO_DIAL)
+        return None
+
+    def _tensors(self, subnet: Subnet) -> dict[str, Tensor]:
+        """The global tensors that a subnet is cut from; no others are read."""
+        structure, params = self.setup.structure, self.state.params
+        names = {name: source_name(name, structure, subnet) for name in structure.shapes}
+        wanted = (own if own in params else name for name, own in names.items())
+        return {name: params[name] for name in wanted if name in params}
 
     def _width_within(self, budget: Budget) -> float:
         """The widest trained size within limits, or the widest of all if none fits."""
         setup = self.setup
         if not budget.is_width_alone:
             for width in self.method.sizes(setup):
-                price = cost(
-                    setup.model, setup.structure, setup.structure.subnet(width), setup.example
-                )
+                price = cost_of(setup, self.method.mix(setup, width))
                 if width <= budget.width and budget.allows(price):
                     return width
         return fit(setup.model, setup.structure, budget, setup.example)[0]
@@ -95,12 +124,25 @@ class Run:
         population: Population | None = None,
         *,
         widths: tuple[float, ...] | None = None,
+        robustness: tuple[float, ...] = (),
+        attack: PGD | None = None,
         workers: int | None = None,
     ) -> list[SizeScore]:
-        """Scores of every size, or of the given widths, on the population's test data."""
+        """Scores of every size, or of the given widths, on the population's test data.
+
+        With ``robustness`` at each of these points of the dial; with an ``attack`` also on clients'
+        test data that was attacked, with everything known about the model (white box).
+        """
         people = population or self.population
         if people is None:
             raise ConfigError("this run was opened without its data; give evaluate(population)")
+        if attack is not None and not people.testers:
+            raise ConfigError(
+                "an attack is on the test data of clients, and these have none; divide the test "
+                "data among them, or evaluate without an attack"
+            )
+        for value in robustness:
+            self._dial(value)
         kept = {int(c): v for c, v in self.about.get("kept", {}).items()}
         if kept and self.folder is None:
             raise ConfigError(
@@ -110,7 +152,7 @@ class Run:
         setup = self._with_clients(people.clients)
         with closing(local_engine(workers)(setup, people, self._clients_folder())) as engine:
             engine.restore(kept)
-            return evaluate(
+            scores = evaluate(
                 setup,
                 self.method,
                 self.state,
@@ -118,7 +160,30 @@ class Run:
                 held_out=people.held_out,
                 testers=people.testers,
                 widths=widths,
+                robustness=robustness,
+                attack=attack,
             )
+        if attack is not None and all(score.robust_accuracy is None for score in scores):
+            raise TrainingError(
+                "no client's test data could be attacked; an attack needs images whose pixels are "
+                f"from {attack.low:g} to {attack.high:g}, or a PGD with their low and high"
+            )
+        return scores
+
+    def by_client(self, population: Population, *, workers: int | None = None) -> list[ClientScore]:
+        """What each client trained and sent, and the largest net's accuracy on its own data."""
+        setup = self.planned(population)
+        with closing(local_engine(workers)(setup, population, self._clients_folder())) as engine:
+            engine.restore({int(c): v for c, v in self.about.get("kept", {}).items()})
+            accuracy = accuracy_by_client(
+                setup, self.method, self.state, engine, population.testers
+            )
+        return client_scores(setup, self.method, accuracy)
+
+    def planned(self, population: Population) -> Setup:
+        """The setup as the method planned with it."""
+        assert self.whole is not None
+        return self.method.prepared(replace(self.whole, clients=population.clients))
 
     def _with_clients(self, clients: tuple[Client, ...]) -> Setup:
         s = self.setup
@@ -126,6 +191,16 @@ class Run:
 
     def _clients_folder(self) -> Path | None:
         return None if self.folder is None else self.folder / "clients"
+
+
+def _budget(width: float, limits: Mapping[str, int]) -> Budget:
+    try:
+        return Budget(width, **limits)
+    except TypeError:
+        raise ConfigError(
+            "a model is customized by width, robustness, params, macs, memory or upload, got "
+            f"{list(limits)}"
+        ) from None
 
 
 def train(
@@ -158,7 +233,8 @@ def train(
     found = structure or Structure.trace(model, example, exclude=exclude)
     folder = None if out is None else prepared(Path(out), resume=resume)
     _remember_initial(model, folder, resume=resume)
-    setup = Setup(model, found, example, clients.clients, rounds, seed)
+    whole = Setup(model, found, example, clients.clients, rounds, seed)
+    setup = method.prepared(whole)
     make = engine or local_engine(workers)
     with closing(make(setup, clients, None if folder is None else folder / "clients")) as running:
         loop = Loop(
@@ -176,8 +252,8 @@ def train(
         kept = {str(c): v for c, v in running.kept().items()}
     described = {**_description(setup, method), **(about or {}), "kept": kept}
     if folder is not None:
-        bundle.save(folder / "model", bundle.Bundle(state.params, described))
-    return Run(setup, method, state, scores, clients, folder, described)
+        bundle.save(folder / "model", state.params, found, described)
+    return Run(setup, method, state, scores, clients, folder, described, whole)
 
 
 def local_engine(workers: int | None) -> MakeEngine:
@@ -272,18 +348,20 @@ def _description(setup: Setup, method: Method) -> dict[str, Any]:
 def open_run(
     folder: Path, model: nn.Module, method: Method, *, exclude: tuple[str, ...] = ()
 ) -> Run:
-    """A finished run from its directory, for the model it was trained with."""
+    """A finished run from its directory, for the model it was trained with.
+
+    Tensors are read when a model is made of them. ``exclude`` is for bundles of version 1, which
+    did not remember the structure of their model.
+    """
     found = bundle.load(folder / "model")
     example = tuple(
         torch.zeros(x["shape"], dtype=getattr(torch, x["dtype"])) for x in found.about["example"]
     )
-    structure = Structure.trace(model, example, exclude=exclude)
-    if {n: tuple(t.shape) for n, t in found.params.items() if "@" not in n} != dict(
-        structure.shapes
-    ):
-        raise CheckpointError(f"{folder} was trained with another model; give the one it was")
+    structure = found.structure or Structure.trace(model, example, exclude=exclude)
+    if structure.shapes != {n: tuple(t.shape) for n, t in named_tensors(model).items()}:
+        raise _of_another_model(folder)
     people = tuple(Client(i, 1, (), Budget(w)) for i, w in enumerate(found.about["sizes"]))
-    setup = Setup(
+    whole = Setup(
         model,
         structure,
         example if len(example) > 1 else example[0],
@@ -291,8 +369,16 @@ def open_run(
         found.about["rounds"],
         found.about["seed"],
     )
+    setup = method.prepared(whole)
+    expected = setup.structure.shapes
+    if any(expected.get(n.partition("@")[0]) != found.params.shape(n) for n in found.params):
+        raise _of_another_model(folder)
     state = State(setup.rounds, "", found.params)
-    return Run(setup, method, state, (), None, folder, found.about)
+    return Run(setup, method, state, (), None, folder, found.about, whole)
+
+
+def _of_another_model(folder: Path) -> CheckpointError:
+    return CheckpointError(f"{folder} was trained with another model; give the one it was")
 
 
 def last_checkpoint(folder: Path) -> Path | None:

@@ -34,6 +34,15 @@ class Cost:
     macs: int  # one example, forward; multiply-accumulates of convolutions and matrix products
     memory: int
 
+    def __add__(self, other: Cost) -> Cost:
+        """The price of both, side by side."""
+        return Cost(
+            self.params + other.params,
+            self.bytes + other.bytes,
+            self.macs + other.macs,
+            self.memory + other.memory,
+        )
+
 
 def cost(
     model: nn.Module,
@@ -91,10 +100,9 @@ def _on_paper(model: nn.Module, structure: Structure, subnet: Subnet) -> nn.Modu
     return build(model, structure, subnet, shell)
 
 
-def _inputs(example: Example, batch_size: int | None = None) -> tuple[Any, ...]:
+def _inputs(example: Example, batch_size: int) -> tuple[Any, ...]:
     def resized(x: Tensor) -> Tensor:
-        shape = (1 if batch_size is None else batch_size, *x.shape[1:])
-        return torch.empty(shape, dtype=x.dtype, device="meta")
+        return torch.empty((batch_size, *x.shape[1:]), dtype=x.dtype, device="meta")
 
     return tuple(resized(x) if isinstance(x, Tensor) else x for x in arguments(example))
 
@@ -102,8 +110,8 @@ def _inputs(example: Example, batch_size: int | None = None) -> tuple[Any, ...]:
 def _macs(small: nn.Module, example: Example) -> int:
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), _unfused(), counter:
-        small.eval()(*_inputs(example))
-    return int(counter.get_total_flops()) // 2
+        small.eval()(*_inputs(example, 2))  # one example cannot be normalised by its own batch
+    return int(counter.get_total_flops()) // 2 // 2
 
 
 @contextmanager

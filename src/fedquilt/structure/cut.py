@@ -56,6 +56,30 @@ def _positions(axis: Axis, kept: tuple[tuple[str, int], ...]) -> Index:
     return torch.tensor(found, dtype=torch.int64)
 
 
+@lru_cache(maxsize=1024)
+def cells_within(
+    structure: Structure, wide: Subnet, narrow: Subnet
+) -> Mapping[str, tuple[Index, ...]]:
+    """Where the cells of a narrower subnet lie in the tensors of a wider one."""
+    return {
+        name: tuple(
+            _within(axis, size, wide, narrow)
+            for axis, size in zip(structure.axes[name], structure.shapes[name], strict=True)
+        )
+        for name in structure.shapes
+    }
+
+
+def _within(axis: Axis | None, size: int, wide: Subnet, narrow: Subnet) -> Index:
+    every = torch.arange(size)
+    inside = torch.isin(every[positions(axis, wide)], every[positions(axis, narrow)])
+    if inside.all():
+        return WHOLE
+    found = inside.nonzero().flatten()
+    first, last = int(found[0]), int(found[-1])
+    return slice(first, last + 1) if last - first + 1 == len(found) else found
+
+
 @lru_cache(maxsize=4096)
 def shapes(structure: Structure, subnet: Subnet) -> Mapping[str, tuple[int, ...]]:
     """The shape of each of a subnet's tensors."""
@@ -100,13 +124,17 @@ def take(params: Params, structure: Structure, subnet: Subnet) -> dict[str, Tens
 
     A tensor of its own that nobody has trained yet starts from the shared one.
     """
-    taken = {}
+    seen = look(params, structure, subnet)
+    return {n: t.clone(memory_format=torch.contiguous_format) for n, t in seen.items()}
+
+
+def look(params: Params, structure: Structure, subnet: Subnet) -> dict[str, Tensor]:
+    """The same without copying what need not be copied: only to be read, and at once."""
+    seen = {}
     for name, index in cells(structure, subnet).items():
         source = params.get(source_name(name, structure, subnet))
-        taken[name] = view(params[name] if source is None else source, index).clone(
-            memory_format=torch.contiguous_format
-        )
-    return taken
+        seen[name] = view(params[name] if source is None else source, index)
+    return seen
 
 
 def build(

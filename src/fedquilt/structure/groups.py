@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from fedquilt.errors import StructureError
 from fedquilt.structure.channels import FROZEN, Labels
@@ -18,6 +18,7 @@ from fedquilt.structure.subnet import Subnet, prefix
 from fedquilt.structure.trace import Choices, Example, Trace, follow, named_tensors
 
 STATISTICS = ":statistics"  # running statistics of batch normalisation
+NORMS = ":norms"  # batch normalisation: its statistics and its weights
 OUTPUTS = ":outputs"  # tensors with an axis of the classes
 
 
@@ -64,6 +65,7 @@ class Structure:
     sizes: tuple[Size, ...] = ()
     is_exact: bool = True  # nothing is computed across channels: subnet = masked supernet
     channels_last: bool = False  # the model takes images laid out so in memory
+    origin: Mapping[str, tuple[int, ...]] | None = None  # shapes in the net it was cut from
     _names: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -130,6 +132,38 @@ class Structure:
             subnet = subnet.keeping(name, self._checked(name, some))
         return subnet
 
+    def uncut(self, model: nn.Module) -> Structure:
+        """The structure of a net that comes from this one and is never cut itself.
+
+        The net may be narrower, and may have other layers of normalisation.
+        """
+        tensors = named_tensors(model)
+        statistics = {
+            id(buffer)
+            for layer in model.modules()
+            if isinstance(layer, _BatchNorm)
+            for buffer in (layer.running_mean, layer.running_var)
+        }
+        return Structure(
+            groups={},
+            axes={name: (None,) * tensor.ndim for name, tensor in tensors.items()},
+            shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
+            statistics=frozenset(n for n, t in tensors.items() if id(t) in statistics),
+            channels_last=self.channels_last,
+            origin=self.origin or self.shapes,
+        )
+
+    def among(self, model: nn.Module) -> Structure:
+        """The structure of the same net where some tensors are gone, such as statistics."""
+        there = named_tensors(model)
+        return replace(
+            self,
+            axes={name: axes for name, axes in self.axes.items() if name in there},
+            shapes={name: shape for name, shape in self.shapes.items() if name in there},
+            statistics=self.statistics & there.keys(),
+            _names={},
+        )
+
     def cut_groups(self) -> list[str]:
         """Names of the groups that a width cuts."""
         return [g.name for g in self.groups.values() if g.is_cut]
@@ -158,6 +192,9 @@ class Structure:
     def _meant(self, word: str) -> frozenset[str]:
         if word == STATISTICS:
             return self.statistics
+        if word == NORMS:
+            layers = {name.rpartition(".")[0] for name in self.statistics}
+            return frozenset(name for name in self.shapes if name.rpartition(".")[0] in layers)
         if word == OUTPUTS:
             classes = self.classes
             return frozenset(

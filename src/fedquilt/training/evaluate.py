@@ -2,48 +2,135 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 from fedquilt.federation.client import Task, Update
+from fedquilt.training.attack import PGD, frozen
+from fedquilt.training.dualnorm import set_robustness
 from fedquilt.training.losses import cross_entropy, label_mask
 from fedquilt.training.recipe import Workbench
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """The recipe: each subnet's hits and loss on a part of the test data.
+    """The recipe: hits and loss of each mix of the task's subnets, at each robustness.
 
-    ``labels`` restricts answers to the client's own classes ("Local" accuracy); ``part`` of
-    ``parts`` is the share of the data that this task looks at.
+    A mix answers with the mean of its subnets' logits; by default every subnet stands alone.
+    ``labels`` are the client's own classes, to which "Local" accuracy restricts answers; ``part``
+    of ``parts`` is the share of the data that this task looks at. With an ``attack`` hits on
+    attacked inputs are counted too.
     """
 
-    batch_size: int = 250
+    mixes: tuple[tuple[int, ...], ...] | None = None
+    batch_size: int = 128
     labels: tuple[int, ...] | None = None
     part: int = 0
     parts: int = 1
     home: tuple[str, ...] = ()
     split: str = "test"
     of: int | None = None  # whose data, if not the client's own
+    robustness: tuple[float, ...] = ()
+    attack: PGD | None = None
 
     def run(self, task: Task, bench: Workbench) -> Update:
-        """Evaluates each subnet of the task."""
+        """Evaluates every point: mixes at the first robustness, then at the next."""
         examples = bench.examples(self.split, task.client if self.of is None else self.of)
-        everything = torch.arange(len(examples))
-        rows = everything.tensor_split(self.parts)[self.part]
-        metrics: dict[str, float] = {"examples": len(rows)}
-        for i, subnet in enumerate(task.subnets):
-            module = bench.module(subnet, task.params, self.home).eval()
-            hits, loss = 0, 0.0
-            with torch.inference_mode():
-                for some in rows.split(self.batch_size):
-                    x, y = examples.batch(some)
-                    logits = module(x)
-                    loss += float(cross_entropy(logits, y)) * len(some)
-                    if self.labels is not None:  # zero probability for classes it does not have
-                        foreign = label_mask(self.labels, logits.shape[-1])
-                        logits = logits.masked_fill(foreign, -torch.inf)
-                    hits += int((logits.argmax(-1) == y).sum())
-            metrics[f"hits:{i}"], metrics[f"loss:{i}"] = hits, loss
-        return Update(task.client, (), (), 0.0, metrics)
+        rows = self._rows(len(examples))
+        modules = [m.eval() for m in bench.modules(task.subnets, task.params, self.home)]
+        mixes = self.mixes or tuple((i,) for i in range(len(modules)))
+        count = _Count()
+        generator = torch.Generator().manual_seed(task.seed)
+        dials: tuple[float | None, ...] = self.robustness or (None,)
+        if has_dial(modules[0]) and not self.robustness:
+            dials = (0.0,)  # as it answers clean inputs
+        for some in _batches(rows, self.batch_size):
+            x, y = examples.batch(some)
+            first = 0
+            for robustness in dials:
+                for module in modules:
+                    if robustness is not None:
+                        set_robustness(module, robustness)
+                self._clean(modules, mixes, x, y, count, first)
+                if self.attack is not None:
+                    attack = self.attack.on(examples)
+                    _attacked(attack, modules, mixes, x, y, count, first, generator)
+                first += len(mixes)
+        for module in modules:
+            if has_dial(module):
+                set_robustness(module, 0.0)  # modules are used again
+        return Update(task.client, (), (), 0.0, {"examples": len(rows), **count.metrics})
+
+    def _rows(self, count: int) -> Tensor:
+        """This task's part of the examples: at least two of them, or none."""
+        parts = max(1, min(self.parts, count // 2))
+        every = torch.arange(count)
+        return every.tensor_split(parts)[self.part] if self.part < parts else every[:0]
+
+    def _clean(
+        self,
+        modules: Sequence[nn.Module],
+        mixes: Sequence[tuple[int, ...]],
+        x: Tensor,
+        y: Tensor,
+        count: _Count,
+        first: int,
+    ) -> None:
+        """Every subnet is asked once, whatever the number of mixes it is part of."""
+        with torch.inference_mode():
+            answers = [module(x) for module in modules]
+            for point, mix in enumerate(mixes, start=first):
+                logits = torch.stack([answers[i] for i in mix]).mean(0)
+                count.add(f"hits:{point}", (logits.argmax(-1) == y).sum())
+                count.add(f"loss:{point}", cross_entropy(logits, y) * len(y))
+                if self.labels is not None:  # zero probability for classes it does not have
+                    foreign = label_mask(self.labels, logits.shape[-1])
+                    own = logits.masked_fill(foreign, -torch.inf)
+                    count.add(f"local:{point}", (own.argmax(-1) == y).sum())
+
+
+def _batches(rows: Tensor, size: int) -> list[Tensor]:
+    """Rows of each batch; a last one alone joins those before: it has no statistics of its own."""
+    found = list(rows.split(size)) if len(rows) else []
+    if size > 1 and len(found) > 1 and len(found[-1]) == 1:
+        found[-2:] = [torch.cat(found[-2:])]
+    return found
+
+
+def _attacked(
+    attack: PGD,
+    modules: Sequence[nn.Module],
+    mixes: Sequence[tuple[int, ...]],
+    x: Tensor,
+    y: Tensor,
+    count: _Count,
+    first: int,
+    generator: torch.Generator,
+) -> None:
+    """The attack sees the whole mix."""
+    for point, mix in enumerate(mixes, start=first):
+        chosen = [modules[i] for i in mix]
+
+        def mixed(x: Tensor, chosen: list[nn.Module] = chosen) -> Tensor:
+            return torch.stack([module(x) for module in chosen]).mean(0)
+
+        with frozen(nn.ModuleList(chosen)):
+            worse = attack.perturbed(mixed, x, y, generator)
+        with torch.inference_mode():
+            count.add(f"robust:{point}", (mixed(worse).argmax(-1) == y).sum())
+
+
+def has_dial(model: nn.Module) -> bool:
+    """Whether a model's robustness can be chosen."""
+    return any(hasattr(layer, "robustness") for layer in model.modules())
+
+
+class _Count:
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        self.metrics[name] = self.metrics.get(name, 0.0) + float(value)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
+@lru_cache(maxsize=1024)
 def label_mask(labels: tuple[int, ...], num_classes: int) -> Tensor:
     """True for the classes that a client does not have.
 
     >>> label_mask((0, 2), 3)
     tensor([False,  True, False])
     """
-    foreign = torch.ones(num_classes, dtype=torch.bool)
-    foreign[list(labels)] = False
+    with torch.inference_mode(False):  # it is kept, and may be asked for in evaluation first
+        foreign = torch.ones(num_classes, dtype=torch.bool)
+        foreign[list(labels)] = False
     return foreign
 
 
@@ -26,11 +30,11 @@ def masked(logits: Tensor, foreign: Tensor) -> Tensor:
     return logits.masked_fill(foreign, 0.0)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, foreign: Tensor | None = None) -> Tensor:
-    """Cross entropy, over the client's own classes if ``foreign`` is given.
+def cross_entropy(logits: Tensor, labels: Tensor, own: tuple[int, ...] | None = None) -> Tensor:
+    """Cross entropy, over the client's own classes if they are given.
 
     Logits may have any number of axes; classes are on the last.
     """
-    if foreign is not None:
-        logits = masked(logits, foreign)
+    if own is not None:
+        logits = masked(logits, label_mask(own, logits.shape[-1]))
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.federation.client import Task, Update
-from fedquilt.structure.cut import Params, build, cells, load, positions, take, view
+from fedquilt.structure.cut import (
+    Params,
+    build,
+    cells,
+    cells_within,
+    load,
+    look,
+    source_name,
+    view,
+)
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.layout import lay_out
 from fedquilt.structure.subnet import Subnet
@@ -36,7 +44,7 @@ class Workbench:
     ):
         self.model, self.structure = model, structure
         self._data = data
-        self._built: OrderedDict[Subnet, nn.Module] = OrderedDict()
+        self._built: OrderedDict[tuple[Subnet, int], nn.Module] = OrderedDict()
         self.kept: Mapping[str, Tensor] | None = None  # the state of the client at work
         self.to_keep: Mapping[str, Tensor] | None = None  # its new state, if it changed
 
@@ -44,36 +52,57 @@ class Workbench:
         """The client's data: ``train`` or ``test``."""
         return self._data[split][client]
 
-    def module(self, subnet: Subnet, params: Params, home: tuple[str, ...] = ()) -> nn.Module:
+    def modules(
+        self, subnets: Sequence[Subnet], params: Params, home: tuple[str, ...] = ()
+    ) -> list[nn.Module]:
+        """A module for each of several subnets, side by side."""
+        found: list[nn.Module] = []
+        for number, subnet in enumerate(subnets):
+            copy = sum(other.kept == subnet.kept for other in subnets[:number])
+            found.append(self.module(subnet, params, home, copy=copy))
+        return found
+
+    def module(
+        self, subnet: Subnet, params: Params, home: tuple[str, ...] = (), *, copy: int = 0
+    ) -> nn.Module:
         """The subnet's module holding the subnet's cells of the global tensors.
 
         Tensors that match ``home`` stay on the client: they come from its state, or at first from
-        the model's own initial values.
+        the model's own initial values. Subnets of one shape take turns in one module, unless they
+        ask for another ``copy`` of it.
         """
         shape = Subnet(subnet.kept)
-        if shape not in self._built:
-            self._built[shape] = build(self.model, self.structure, shape)
-            if self.structure.channels_last:
-                lay_out(self._built[shape])
-            if len(self._built) > MOST_MODELS:
-                self._built.popitem(last=False)
-        self._built.move_to_end(shape)
-        module = self._built[shape]
-        load(module, take(params, self.structure, subnet.leaving(*home)))
+        module = self._module(shape, copy)
+        load(module, look(params, self.structure, subnet.leaving(*home)))
         left_out = self.structure.matching(subnet.without) | self.structure.matching(home)
         if left_out:
             initial, where = named_tensors(self.model), cells(self.structure, shape)
             load(module, {n: view(initial[n].detach(), where[n]) for n in left_out})
         if home and self.kept is not None:
-            load(module, self.kept)
+            names = {source_name(n, self.structure, subnet): n for n in named_tensors(module)}
+            load(module, {names[n]: t for n, t in self.kept.items() if n in names})
         return module
 
-    def keep(self, module: nn.Module, home: tuple[str, ...]) -> None:
-        """Remembers the tensors that stay on the client."""
+    def _module(self, shape: Subnet, copy: int) -> nn.Module:
+        key = (shape, copy)
+        if key not in self._built:
+            self._built[key] = build(self.model, self.structure, shape)
+            if self.structure.channels_last:
+                lay_out(self._built[key])
+            if len(self._built) > MOST_MODELS:
+                self._built.popitem(last=False)
+        self._built.move_to_end(key)
+        return self._built[key]
+
+    def keep(self, module: nn.Module, subnet: Subnet, home: tuple[str, ...]) -> None:
+        """Remembers the tensors that stay on the client, beside those that it keeps already."""
         if home:
             names = self.structure.matching(home)
-            self.to_keep = {
-                n: t.detach().clone() for n, t in named_tensors(module).items() if n in names
+            before = self.kept if self.to_keep is None else self.to_keep
+            self.to_keep = dict(before or {}) | {
+                source_name(n, self.structure, subnet): t.detach().clone()
+                for n, t in named_tensors(module).items()
+                if n in names
             }
 
     def tensors(self, module: nn.Module, subnet: Subnet, built_for: Subnet) -> dict[str, Tensor]:
@@ -82,19 +111,5 @@ class Workbench:
         names = self.structure.names(subnet)
         if subnet.kept == built_for.kept:
             return {n: own[n].clone() for n in names}
-        return _narrowed(own, self.structure, built_for, subnet, names)
-
-
-def _narrowed(
-    own: Params, structure: Structure, wide: Subnet, narrow: Subnet, names: list[str]
-) -> dict[str, Tensor]:
-    """Cells of the narrower subnet, taken from the tensors of the wider one."""
-    result = {}
-    for name in names:
-        index = []
-        for axis, size in zip(structure.axes[name], structure.shapes[name], strict=True):
-            every = torch.arange(size)
-            inside = torch.isin(every[positions(axis, wide)], every[positions(axis, narrow)])
-            index.append(inside.nonzero().flatten())
-        result[name] = view(own[name], tuple(index)).clone()
-    return result
+        where = cells_within(self.structure, built_for, subnet)
+        return {n: view(own[n], where[n]).clone() for n in names}

@@ -20,12 +20,13 @@ def scaled(module: nn.Module, structure: Structure) -> Iterator[None]:
     HeteroFL, Sec. 3.3 and Eq. 4: y = φ(sBN(Scaler(x W + b))), Scaler(z) = z / r, in training only;
     r is kept / all channels of that layer. ``module`` is built; the hooks are gone afterwards.
     """
+    whole = structure.origin or structure.shapes
     names = {id(tensor): name for name, tensor in named_tensors(module).items()}
     hooks = []
     for layer in module.modules():
         axis = _output_axis(layer)
         if axis is not None and isinstance(layer.weight, Tensor):
-            rate = layer.weight.shape[axis] / structure.shapes[names[id(layer.weight)]][axis]
+            rate = layer.weight.shape[axis] / whole[names[id(layer.weight)]][axis]
             if rate < 1:
                 hooks.append(layer.register_forward_hook(_divide(rate)))
     try:

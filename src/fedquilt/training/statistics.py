@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,18 +29,25 @@ class Statistics:
     """
 
     batch_size: int
+    epochs: int = 1  # passes over the data, shuffled anew each time
+    home: tuple[str, ...] = ()  # what of it the client keeps for itself as well
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Statistics of each subnet of the task."""
         examples = bench.examples("train", task.client)
         generator = torch.Generator().manual_seed(task.seed)
-        rows = list(batches(len(examples), self.batch_size, generator))
+        rows = [
+            some
+            for _ in range(self.epochs)
+            for some in batches(len(examples), self.batch_size, generator)
+        ]
         sent, found = [], []
         for subnet in task.subnets:
             module = bench.module(subnet, task.params)
             with torch.no_grad(), cumulative(module):
                 for some in rows:
                     module(examples.batch(some)[0])
+            bench.keep(module, subnet, self.home)
             only = type(subnet)(subnet.kept, ONLY_STATISTICS, subnet.own, subnet.owner)
             sent.append(only)
             found.append(bench.tensors(module, only, subnet))
@@ -61,3 +69,13 @@ def cumulative(module: nn.Module) -> Iterator[None]:
     finally:
         for layer, momentum in zip(layers, before, strict=True):
             layer.momentum = momentum
+
+
+def untracked(model: nn.Module) -> nn.Module:
+    """A copy of a model whose batch normalisation keeps no statistics: each batch has its own."""
+    changed = copy.deepcopy(model)
+    for layer in changed.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+    return changed

@@ -1,0 +1,78 @@
+"""A client's eight x1/8 bases against one x1 net of the same family, on the same batches.
+
+    python benchmarks/bases.py [--batches 20] [--batch-size 32]
+
+One thread. Ways take turns within one run; printed are milliseconds a batch (medians) and the ratio
+to the wide net's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedquilt.engines.local import keep_memory
+from fedquilt.models import make
+from fedquilt.structure.layout import lay_out
+from fedquilt.training.descent import Optimiser, learner
+from fedquilt.training.objectives import Plain
+from fedquilt.training.statistics import untracked
+
+Step = Callable[[Tensor, Tensor], object]
+NUM_BASES = 8
+
+
+def ways() -> dict[str, Step]:
+    """How a batch is learned from: by the wide net, and by the bases in several ways."""
+    settings, generator = Optimiser(clip=None), torch.Generator()
+
+    def step(count: int, width: float, *, together: bool = False, rows: bool = True) -> Step:
+        nets = [untracked(make("digits-cnn", {"width": width})).train() for _ in range(count)]
+        for net in nets if rows else ():
+            lay_out(net)
+        trained = learner(nets, settings, 0.01, Plain(), together=together)
+        return lambda x, y: trained.step(x, y, None, generator)
+
+    base = 1 / NUM_BASES
+    return {
+        "x1": step(1, 1.0),
+        "bases in turn": step(NUM_BASES, base),
+        "bases in turn, channels first": step(NUM_BASES, base, rows=False),
+        "bases together": step(NUM_BASES, base, together=True),
+        "bases together, channels first": step(NUM_BASES, base, together=True, rows=False),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=32)
+    options = parser.parse_args()
+    keep_memory()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    steps = ways()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(options.batches + 2):
+        x = torch.rand(options.batch_size, 3, 28, 28)
+        y = torch.randint(10, (options.batch_size,))
+        for name, step in steps.items():
+            started = time.perf_counter()
+            step(x, y)
+            if number > 1:
+                seconds[name].append(time.perf_counter() - started)
+    wide = statistics.median(seconds["x1"])
+    for name, times in seconds.items():
+        middle = statistics.median(times)
+        row = {"way": name, "ms": round(1000 * middle, 2), "ratio": round(middle / wide, 3)}
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

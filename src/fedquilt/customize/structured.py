@@ -1,0 +1,65 @@
+"""A structure as plain values and back, so that a finished model is opened without tracing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from fedquilt.structure.groups import Axis, Group, Size, Span, Structure
+
+
+def as_values(structure: Structure) -> dict[str, Any]:
+    """What a structure is, for a JSON file; every axis is spelled out once."""
+    axes: dict[Axis, int] = {}
+
+    def number(axis: Axis | None) -> int | None:
+        return None if axis is None else axes.setdefault(axis, len(axes))
+
+    tensors = {
+        name: {"shape": list(shape), "axes": [number(axis) for axis in structure.axes[name]]}
+        for name, shape in structure.shapes.items()
+    }
+    sizes = [
+        {
+            "module": size.module,
+            "attribute": size.attribute,
+            "item": size.item,
+            "axis": number(size.axis),
+            "power": size.power,
+        }
+        for size in structure.sizes
+    ]
+    return {
+        "groups": [asdict(group) for group in structure.groups.values()],
+        "tensors": tensors,
+        "sizes": sizes,
+        "axes": [[[span.group, list(span.channels)] for span in axis] for axis in axes],
+        "statistics": sorted(structure.statistics),
+        "classes": structure.classes,
+        "is_exact": structure.is_exact,
+        "channels_last": structure.channels_last,
+        "origin": structure.origin and {n: list(shape) for n, shape in structure.origin.items()},
+    }
+
+
+def from_values(values: Mapping[str, Any]) -> Structure:
+    """The structure that these values were made from."""
+    axes: list[Axis] = [
+        tuple(Span(group, tuple(channels)) for group, channels in axis) for axis in values["axes"]
+    ]
+    tensors, origin = values["tensors"], values["origin"]
+    return Structure(
+        groups={group["name"]: Group(**group) for group in values["groups"]},
+        axes={
+            name: tuple(None if i is None else axes[i] for i in tensor["axes"])
+            for name, tensor in tensors.items()
+        },
+        shapes={name: tuple(tensor["shape"]) for name, tensor in tensors.items()},
+        statistics=frozenset(values["statistics"]),
+        classes=values["classes"],
+        sizes=tuple(Size(**{**size, "axis": axes[size["axis"]]}) for size in values["sizes"]),
+        is_exact=values["is_exact"],
+        channels_last=values["channels_last"],
+        origin=origin and {name: tuple(shape) for name, shape in origin.items()},
+    )

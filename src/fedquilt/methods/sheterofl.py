@@ -1,0 +1,114 @@
+"""SHeteroFL: HeteroFL in which a client trains every width it can afford, on every batch.
+
+Hong, Wang, Wang, Zhou. "Efficient Split-Mix Federated Learning for On-Demand and In-Situ
+Customization." ICLR 2022, Sec. 4.1: HeteroFL with slimmable training (Yu et al., 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fedquilt.errors import ConfigError
+from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.methods.method import affordable, budget_sizes, initial, merged, without_tracking
+from fedquilt.structure.groups import NORMS
+from fedquilt.structure.subnet import Subnet
+from fedquilt.training.descent import Optimiser
+from fedquilt.training.slimmable import Slimmable
+
+
+@dataclass(frozen=True)
+class SHeteroFL:
+    """Nested widths, the gradients of all that a client can afford summed.
+
+    With ``statistics="tracked"`` every width has normalisation of its own, with ``"batch"`` they
+    share it and each batch is normalised by itself, also in use. Clients count by their data;
+    ``count_widths`` counts a client once for each width it trains, as the public code does.
+    """
+
+    optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
+    fraction: float = 1.0
+    widths: tuple[float, ...] | None = None
+    statistics: Literal["batch", "tracked"] = "batch"
+    scaler: bool = False
+    masked: bool = True
+    count_widths: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses settings that make no sense."""
+        if self.statistics not in ("batch", "tracked"):
+            raise ConfigError(f"statistics are batch or tracked, got '{self.statistics}'")
+        for width in self.widths or ():
+            if not 0 < width <= 1:
+                raise ConfigError(f"widths are fractions in (0, 1], got {width}")
+
+    @property
+    def home(self) -> tuple[str, ...]:
+        """Nothing stays on the client."""
+        return ()
+
+    def prepared(self, setup: Setup) -> Setup:
+        """The model itself, or without running statistics."""
+        return without_tracking(setup) if self.statistics == "batch" else setup
+
+    def phases(self, setup: Setup) -> tuple[Phase, ...]:
+        """Rounds of training."""
+        return (Phase("train", setup.rounds, self.fraction),)
+
+    def start(self, setup: Setup) -> State:
+        """The model's own tensors."""
+        return initial(setup)
+
+    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+        """Every width that a client can afford, the widest with all that they share."""
+        return [
+            Task(
+                client.id,
+                self._nested(setup, client),
+                state.params,
+                Slimmable(
+                    self.optimiser,
+                    lr=self.optimiser.rate(state.round, setup.rounds),
+                    labels=client.labels,
+                    masked=self.masked,
+                    scale=self.scaler,
+                    weight=client.num_examples,
+                ),
+                seed_of(setup.seed, state.round, client.id),
+            )
+            for client in cohort
+        ]
+
+    def _nested(self, setup: Setup, client: Client) -> tuple[Subnet, ...]:
+        limit = affordable(setup, client)
+        widest, *others = [w for w in self.sizes(setup) if w <= limit + 1e-9] or [limit]
+        narrow = [self.subnet(setup, width) for width in others]
+        if not self.count_widths:  # the rest is part of the widest
+            narrow = [s.leaving("*", *(f"!{pattern}" for pattern in s.own)) for s in narrow]
+        return (self.subnet(setup, widest), *narrow)
+
+    def subnet(self, setup: Setup, width: float) -> Subnet:
+        """The leading channels, with the normalisation of that width or of the next larger one."""
+        subnet = setup.structure.subnet(width)
+        if not setup.structure.statistics:
+            return subnet
+        wide_enough = [size for size in self.sizes(setup) if size >= width - 1e-9]
+        nearest = min(wide_enough) if wide_enough else max(self.sizes(setup))
+        return subnet.owning(f"{nearest:g}", NORMS)
+
+    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+        """Each cell is averaged over the clients that hold it."""
+        return merged(setup, state, updates)
+
+    def sizes(self, setup: Setup) -> tuple[float, ...]:
+        """The trained widths, largest first."""
+        return (
+            budget_sizes(setup) if self.widths is None else tuple(sorted(self.widths, reverse=True))
+        )
+
+    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+        """One subnet."""
+        return (self.subnet(setup, width),)

@@ -1,0 +1,282 @@
+"""Split-Mix: a wide net is split into slim bases that every client can train, and mixed in use.
+
+Hong, Wang, Wang, Zhou. "Efficient Split-Mix Federated Learning for On-Demand and In-Situ
+Customization." ICLR 2022.
+
+Symbols of the paper -> names here: r -> base, M = ⌊1/r⌋ -> num_bases, w_{i,r} -> tensors named
+``name@i`` in state.params, R_k -> client.budget, P and p -> the deck and memory["visits"],
+T, E, η_t -> setup.rounds, optimiser.epochs, optimiser.rate, λ -> robustness, λ_n -> share.
+
+Choices that the paper leaves open, and where the public code differs, are in
+docs/methods/splitmix.md.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.methods.method import merged
+from fedquilt.structure.budget import Budget
+from fedquilt.structure.cost import cost
+from fedquilt.structure.cut import build
+from fedquilt.structure.groups import STATISTICS
+from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.trace import named_tensors
+from fedquilt.training.attack import PGD
+from fedquilt.training.descent import Optimiser, is_quicker_together
+from fedquilt.training.dualnorm import dual
+from fedquilt.training.evaluate import Evaluate
+from fedquilt.training.initial import redrawn, rescaled
+from fedquilt.training.objectives import Adversarial, Objective, Plain
+from fedquilt.training.sgd import SGD
+from fedquilt.training.statistics import Statistics, untracked
+
+BNStatistics = Literal["batch", "post", "tracked", "local"]
+
+
+@dataclass(frozen=True)
+class SplitMix:
+    """Slim bases, dealt to clients by their budgets, averaged each on its own.
+
+    ``base`` is the width r of a base. ``statistics`` is what batch normalisation uses (Table 4):
+    each batch's own, also in use (``batch``); estimated at the end on clients' data (``post``);
+    tracked in training and averaged (``tracked``), or tracked and kept at home (``local``).
+    By default ``batch``, and ``tracked`` for a robust model, whose two kinds of statistics must not
+    mix. ``rescale_layer`` is on by default where it helps, with ``post``.
+
+    ``robust`` trains every base with two kinds of normalisation, for clean and for attacked
+    inputs (Algorithm 4). ``sort`` orders the bases by validation accuracy at the end.
+    ``together`` trains a client's bases in one pass instead of one after another; None:
+    whichever is clearly quicker, tried once when the run starts.
+    """
+
+    optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
+    fraction: float = 1.0
+    base: float = 0.125
+    statistics: BNStatistics | None = None
+    rescale_init: bool = True
+    rescale_layer: bool | None = None
+    masked: bool = True
+    sort: bool = False
+    robust: bool = False
+    share: float = 0.5
+    epsilon: float = 8 / 255
+    steps: int = 7
+    together: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what makes no sense, and warns of what the paper shows to collapse."""
+        if not 0 < self.base <= 1:
+            raise ConfigError(f"the base is a width in (0, 1], got {self.base}; 1/8 is 0.125")
+        if self.statistics not in (None, "batch", "post", "tracked", "local"):
+            raise ConfigError(
+                f"statistics are batch, post, tracked or local, got '{self.statistics}'"
+            )
+        if self.robust and self.kind == "post":
+            raise ConfigError(
+                "statistics that are estimated afterwards ('post') are those of clean inputs, and "
+                "a robust model needs those of attacked ones, too; use tracked, batch or local"
+            )
+        if self.sort and self.kind == "local":
+            raise ConfigError(
+                "sort gives bases other numbers, but statistics that are 'local' stay on clients "
+                "under the old ones; leave sort off, or use statistics batch, post or tracked"
+            )
+        if self.rescale_layer and self.kind in ("tracked", "local"):
+            warnings.warn(
+                f"rescale_layer with statistics that are tracked ('{self.kind}') collapses to "
+                "chance in the paper (Table 4); leave it off, or use statistics batch or post",
+                stacklevel=3,
+            )
+
+    @property
+    def kind(self) -> BNStatistics:
+        """What batch normalisation uses: as told, or as the paper advises."""
+        return self.statistics or ("tracked" if self.robust else "batch")
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether layers' outputs are rescaled in training: as told, or as Table 4 advises."""
+        return self.kind == "post" if self.rescale_layer is None else self.rescale_layer
+
+    @property
+    def num_bases(self) -> int:
+        """M = ⌊1/r⌋."""
+        return _whole(1 / self.base)
+
+    @property
+    def home(self) -> tuple[str, ...]:
+        """Statistics that are tracked locally never leave the client."""
+        return (STATISTICS,) if self.kind == "local" else ()
+
+    @property
+    def objective(self) -> Objective:
+        """Cross entropy, or Eq. 1 by Algorithm 4."""
+        if not self.robust:
+            return Plain()
+        return Adversarial(PGD(epsilon=self.epsilon, steps=self.steps), self.share)
+
+    def prepared(self, setup: Setup) -> Setup:
+        """The net is one base; clients' budgets become the number of bases that they can train."""
+        net = build(setup.model, setup.structure, setup.structure.subnet(self.base))
+        net = untracked(net) if self.kind == "batch" else net
+        net = dual(net) if self.robust else net
+        slim = replace(setup, model=net, structure=setup.structure.uncut(net))
+        clients = tuple(
+            replace(c, budget=Budget(self._width(self._affordable(slim, c)))) for c in setup.clients
+        )
+        return replace(slim, clients=clients)
+
+    def _affordable(self, slim: Setup, client: Client) -> int:
+        """⌊R_k/r⌋, or as many bases as a budget's other limits allow, M at most."""
+        budget = client.budget
+        count = min(self.num_bases, _whole(budget.width / self.base))
+        if not budget.is_width_alone:
+            price = cost(slim.model, slim.structure, Subnet(), slim.example)
+            total = price
+            for number in range(1, count + 1):
+                if not budget.allows(total):
+                    count = number - 1
+                    break
+                total = total + price
+        if count < 1:
+            raise BudgetError(
+                f"client {client.id} cannot train even one base of width {self.base:g} within "
+                f"{budget}; choose a smaller method.base"
+            )
+        return count
+
+    def phases(self, setup: Setup) -> tuple[Phase, ...]:
+        """Rounds of training; then, if asked for, statistics and the order of the bases."""
+        found = [Phase("train", setup.rounds, self.fraction)]
+        if self.kind == "post" and setup.structure.statistics:
+            found.append(Phase("statistics", 1, 1.0, is_closing=True))
+        if self.sort:
+            found.append(Phase("sort", 1, 1.0, is_closing=True))
+        return tuple(found)
+
+    def start(self, setup: Setup) -> State:
+        """Algorithm 1, line 1: M bases that are initialised independently; the deck is new."""
+        params: dict[str, Tensor] = {}
+        for i in range(self.num_bases):
+            net = redrawn(setup.model, seed_of(setup.seed, 0, i, 1))
+            if self.rescale_init:
+                rescaled(net, setup.structure)
+            params |= {f"{n}@{i}": t.detach().clone() for n, t in named_tensors(net).items()}
+        memory = {"visits": 0, "together": self._together(setup)}
+        return State(round=0, phase="", params=params, memory=memory)
+
+    def _together(self, setup: Setup) -> bool:
+        if self.together is not None or self.robust or self.num_bases == 1:
+            return bool(self.together) and not self.robust
+        return is_quicker_together(
+            setup.model, setup.example, self.num_bases, self.optimiser.batch_size
+        )
+
+    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+        """Algorithm 1, lines 4 to 6: sample base models for each client, and what it does."""
+        if state.phase == "train":
+            return [self._training(setup, state, c, i) for i, c in enumerate(cohort)]
+        every, recipe = tuple(self.bases(range(self.num_bases))), self._closing(state)
+        return [
+            Task(c.id, every, state.params, recipe, seed_of(setup.seed, state.round, c.id))
+            for c in cohort
+        ]
+
+    def _training(self, setup: Setup, state: State, client: Client, position: int) -> Task:
+        chosen = self.sampled(setup, state, client, state.memory["visits"] + position)
+        subnets = [
+            subnet.leaving(STATISTICS) if self.kind == "post" else subnet.leaving(*self.home)
+            for subnet in self.bases(chosen)
+        ]
+        recipe = SGD(
+            self.optimiser,
+            lr=self.optimiser.rate(state.round, setup.rounds),
+            labels=client.labels,
+            masked=self.masked,
+            scale=self.is_scaled,
+            home=self.home,
+            weight=client.num_examples,
+            objective=self.objective,
+            together=state.memory["together"],
+        )
+        seed = seed_of(setup.seed, state.round, client.id)
+        return Task(client.id, tuple(subnets), state.params, recipe, seed)
+
+    def _closing(self, state: State) -> Statistics | Evaluate:
+        if state.phase == "statistics":
+            return Statistics(self.optimiser.batch_size, epochs=20)
+        return Evaluate(split="validation", home=self.home)
+
+    def sampled(self, setup: Setup, state: State, client: Client, visit: int) -> list[int]:
+        """Algorithm 2: the deck's next base, and others drawn without replacement."""
+        count = _whole(client.budget.width / self.base)
+        first = deck(setup.seed, visit // self.num_bases, self.num_bases)[visit % self.num_bases]
+        others = [i for i in range(self.num_bases) if i != first]
+        draw = np.random.default_rng(seed_of(setup.seed, state.round, client.id, 2))
+        return sorted([first, *draw.permutation(others)[: count - 1].tolist()])
+
+    def bases(self, numbers: Iterable[int]) -> list[Subnet]:
+        """Bases as subnets all of whose tensors are their own."""
+        return [Subnet().owning(str(i), "*") for i in numbers]
+
+    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+        """Algorithm 1, lines 7 and 8: each base is averaged over its clients, by their data."""
+        if state.phase == "sort":
+            return replace(state, params=self._sorted(state, updates))
+        result = merged(setup, state, updates)
+        if state.phase != "train":
+            return result
+        asked = self.phases(setup)[0].cohort_size(len(setup.clients))
+        memory: dict[str, Any] = {**state.memory, "visits": state.memory["visits"] + asked}
+        return replace(result, memory=memory)
+
+    def _sorted(self, state: State, updates: Iterable[Update]) -> dict[str, Tensor]:
+        """Algorithm 1, line 9: bases in the descending order of validation accuracy."""
+        hits = [0.0] * self.num_bases
+        for update in updates:
+            for i in range(self.num_bases):
+                hits[i] += update.metrics[f"hits:{i}"]
+        order = sorted(range(self.num_bases), key=lambda i: -hits[i])
+        place = {str(old): new for new, old in enumerate(order)}
+        renamed = {}
+        for name, tensor in state.params.items():
+            plain, _, owner = name.rpartition("@")
+            renamed[f"{plain}@{place[owner]}"] = tensor
+        return renamed
+
+    def sizes(self, setup: Setup) -> tuple[float, ...]:
+        """Every number of bases is a size, the largest first."""
+        return tuple(self._width(k) for k in range(self.num_bases, 0, -1))
+
+    def _width(self, count: int) -> float:
+        return min(1.0, count * self.base)  # six bases of 0.16666666667 are the whole
+
+    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+        """Algorithm 1, line 11: the mean of the logits of the first ⌊R/r⌋ bases."""
+        count = min(self.num_bases, _whole(width / self.base))
+        if count < 1:
+            raise ConfigError(
+                f"the narrowest net is one base of width {self.base:g}, got width {width:g}"
+            )
+        return tuple(self.bases(range(count)))
+
+
+def deck(seed: int, number: int, size: int) -> list[int]:
+    """The bases in the order of the deck's next shuffle (Algorithm 2, line 1)."""
+    shuffled = np.random.default_rng(seed_of(seed, number, size, 3)).permutation(size)
+    return [int(i) for i in shuffled]
+
+
+def _whole(number: float) -> int:
+    """⌊number⌋, where 2.9999999 is 3."""
+    return int(number + 1e-9)

@@ -1,0 +1,97 @@
+"""One page about one or several runs: tables, pictures, and the data behind them."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedquilt.errors import CheckpointError
+from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.clients import ClientScore
+from fedquilt.report import figures
+from fedquilt.report.tables import COLUMNS
+
+STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:64em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right}"
+    "tr+tr{border-top:1px solid #ddd}img{max-width:100%}"
+)
+
+
+@dataclass(frozen=True)
+class Story:
+    """What there is to tell of one run."""
+
+    name: str
+    about: Mapping[str, Any]
+    scores: Sequence[SizeScore]
+    progress: Sequence[tuple[float, SizeScore]] = ()  # seconds, and the largest net's score then
+    clients: Sequence[ClientScore] = ()
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+
+def write(folder: Path, stories: Sequence[Story]) -> Path:
+    """Writes ``report.json``, the pictures and ``index.html``; the path of the page."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        data = {story.name: asdict(story) for story in stories}
+        (folder / "report.json").write_text(json.dumps(data, indent=1))
+        pictures = []
+        for number, figure in enumerate(_figures(stories)):
+            path = folder / f"{number:02d}-{_slug(figure.title)}.png"
+            figures.draw(figure, path)
+            pictures.append((figure.title, path))
+        page = folder / "index.html"
+        page.write_text(_page(stories, pictures))
+    except OSError as problem:
+        raise CheckpointError(
+            f"the report could not be written to {folder} ({problem})"
+        ) from problem
+    return page
+
+
+def _figures(stories: Sequence[Story]) -> list[figures.Figure]:
+    scores = {s.name: s.scores for s in stories}
+    found = [*figures.by_width(scores), *figures.trade_off(scores)]
+    if any(s.progress for s in stories):
+        found.append(figures.by_clock({s.name: s.progress for s in stories}))
+    if any(s.clients for s in stories):
+        found.append(figures.by_client({s.name: s.clients for s in stories}))
+    if any(len(s.shares) > 1 for s in stories):
+        found.append(figures.by_group({s.name: s.shares for s in stories}))
+    return found
+
+
+def _slug(title: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split())
+
+
+def _page(stories: Sequence[Story], pictures: Sequence[tuple[str, Path]]) -> str:
+    """The page in one file: pictures are part of it."""
+    parts = [f"<!doctype html><meta charset=utf-8><title>Fedquilt</title><style>{STYLE}</style>"]
+    for story in stories:
+        facts = ", ".join(f"{k} {v}" for k, v in story.about.items())
+        parts += [f"<h2>{html.escape(story.name)}</h2><p>{html.escape(facts)}</p>", _table(story)]
+    for title, path in pictures:
+        image = base64.b64encode(path.read_bytes()).decode()
+        parts.append(
+            f"<h3>{html.escape(title)}</h3>"
+            f'<img alt="{html.escape(title)}" src="data:image/png;base64,{image}">'
+        )
+    return "\n".join(parts)
+
+
+def _table(story: Story) -> str:
+    rows = [asdict(score) for score in story.scores]
+    names = [n for n in COLUMNS if any(row.get(n) is not None for row in rows)]
+    head = "".join(f"<th>{COLUMNS[n][0]}</th>" for n in names)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{COLUMNS[n][1](row[n])}</td>" for n in names) + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"

@@ -1,0 +1,82 @@
+"""Once-for-all adversarial training: layers that are told how robust to be.
+
+Wang, Chen, Gui, Hu, Liu, Wang. "Once-for-All Adversarial Training: In-Situ Tradeoff between
+Robustness and Accuracy for Free." NeurIPS 2020. FiLM is from Perez et al., AAAI 2018.
+
+Symbols of the paper -> names here: λ -> robustness, γ -> 1 + scale, β -> shift.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedquilt.training.dualnorm import DualNorm, Share, with_norms
+
+CODE = 128  # numbers that stand for one λ, as in the public code
+SLOWEST, FASTEST = math.pi / 4, 16 * math.pi  # frequencies of the code
+
+
+def encoded(robustness: Share, like: Tensor) -> Tensor:
+    """λ as a row of numbers: cos(ω λ) for frequencies ω that grow geometrically.
+
+    The public code gives each of a few values of λ an orthogonal vector (of a random rotation, or
+    of the discrete cosine transform), so it knows no others. These cosines tell the trained values
+    apart, too, and give values in between a code in between: the dial has no gaps.
+    """
+    ends = math.log(SLOWEST), math.log(FASTEST)
+    frequencies = torch.linspace(*ends, CODE, device=like.device, dtype=like.dtype).exp()
+    return (frequencies * robustness).cos().unsqueeze(0)
+
+
+class FiLM(nn.Module):
+    """A scale and a shift per channel that λ decides: y = γ(λ)·x + β(λ).
+
+    γ and β come from two layers with 2C hidden units, as in the public code. Here γ = 1 and β = 0
+    at first whatever λ is, and no activation follows them (there: a leaky ReLU).
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(CODE, 2 * channels)
+        self.scale = nn.Linear(2 * channels, channels)
+        self.shift = nn.Linear(2 * channels, channels)
+        self.robustness: Share = 0.0
+        for tensor in (*self.scale.parameters(), *self.shift.parameters()):
+            nn.init.zeros_(tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, scaled and shifted as λ says."""
+        hidden = F.leaky_relu(self.hidden(encoded(self.robustness, self.hidden.weight)))
+        scale, shift = 1 + self.scale(hidden).squeeze(0), self.shift(hidden).squeeze(0)
+        # a normalisation by nothing: one pass over x, whatever its number of axes
+        zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
+        return F.batch_norm(x, zeros, ones, scale, shift, eps=0.0)
+
+
+def conditional(model: nn.Module) -> nn.Module:
+    """A copy of the model in which every batch normalisation is dual and followed by ``FiLM``.
+
+    The clean half is for λ = 0, the noise half for every λ > 0. A tensor
+    ``<name>.weight`` becomes ``<name>.norm.clean.weight`` and ``<name>.norm.noise.weight``, and
+    ``<name>.film.*`` is new. The hidden layers are drawn from torch's generator, as layers are.
+    """
+    return with_norms(model, _conditioned)
+
+
+def _conditioned(clean: _BatchNorm, noise: _BatchNorm) -> nn.Module:
+    film = FiLM(clean.num_features)
+    like = next(itertools.chain(clean.parameters(), clean.buffers()), None)
+    if like is not None:
+        film.to(like.device, like.dtype)
+    layers = nn.Sequential(
+        OrderedDict(norm=DualNorm(clean, noise, switched=True), film=film.train(clean.training))
+    )
+    layers.training = clean.training
+    return layers

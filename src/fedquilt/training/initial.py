@@ -1,0 +1,68 @@
+"""First values drawn anew: several nets of one shape that start apart."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.trace import named_tensors
+
+
+def redrawn(model: nn.Module, seed: int) -> nn.Module:
+    """A copy of a model whose first values are drawn anew.
+
+    By the model's own ``reset_parameters`` if it has one, else by those of its layers. Tensors that
+    no layer resets keep their values.
+    """
+    fresh = copy.deepcopy(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        if not _reset(fresh):
+            _reset_below(fresh)
+    return fresh
+
+
+def _reset_below(module: nn.Module) -> None:
+    """Resets the layers in the order in which they are made: a layer after those inside it."""
+    for child in module.children():
+        _reset_below(child)
+        _reset(child)
+
+
+def _reset(layer: nn.Module) -> bool:
+    for name in ("reset_parameters", "_reset_parameters"):  # nn.MultiheadAttention has the latter
+        reset = getattr(layer, name, None)
+        if callable(reset):
+            reset()
+            return True
+    return False
+
+
+@torch.no_grad()
+def rescaled(model: nn.Module, structure: Structure) -> None:
+    """First values as large as in the whole net, in place (Split-Mix, Sec. 4.2).
+
+    Kaiming's initialisation is uniform up to 1/√(fan-in). A narrow layer has fewer inputs and so
+    larger values; they are made as small as those of the net that it was cut from.
+    """
+    if structure.origin is None:
+        return
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    done: set[int] = set()
+    for layer in model.modules():
+        if isinstance(layer, (_ConvNd, nn.Linear)) and id(layer.weight) not in done:
+            done.add(id(layer.weight))
+            whole = structure.origin[names[id(layer.weight)]]
+            share = math.sqrt(_fan_in(tuple(layer.weight.shape)) / _fan_in(whole))
+            layer.weight.mul_(share)
+            if isinstance(layer.bias, Tensor):
+                layer.bias.mul_(share)
+
+
+def _fan_in(shape: tuple[int, ...]) -> int:
+    return math.prod(shape[1:])

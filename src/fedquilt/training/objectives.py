@@ -1,0 +1,162 @@
+"""What a client minimises on one batch: accuracy, robustness, or every trade-off between them.
+
+Adversarial training is Eq. 1 and Algorithm 4 of Split-Mix (Hong et al., ICLR 2022); once-for-all
+training is Wang et al., NeurIPS 2020.
+
+Symbols of the papers -> names here: λ_n -> share, x̃ -> near.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.data import ClientData
+from fedquilt.errors import ConfigError
+from fedquilt.training.attack import PGD, frozen
+from fedquilt.training.dualnorm import with_path, with_robustness
+from fedquilt.training.losses import cross_entropy
+
+
+class Objective(Protocol):
+    """A frozen dataclass of plain settings that knows the loss of one batch."""
+
+    def loss(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        own: tuple[int, ...] | None,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """The loss to descend on; the module's modes and dials are afterwards as before.
+
+        ``own`` are the client's classes if the loss is over those only, as in ``cross_entropy``.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Cross entropy on the examples as they are."""
+
+    def loss(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        own: tuple[int, ...] | None,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """The cross entropy of one batch."""
+        return cross_entropy(module(x), y, own)
+
+
+@dataclass(frozen=True)
+class Adversarial:
+    """Adversarial training at one trade-off.
+
+    Eq. 1: L = (1 − λ_n) CE(f(x), y) + λ_n max_{‖δ‖ ≤ ε} CE(f(x + δ), y). On a model with dual
+    normalisation this is Algorithm 4: the clean term uses the clean halves; the noise halves are
+    used to find x + δ and for the second term. On any other model both terms use the same layers
+    (FedAvg + AT). At ``share`` 0 nothing is attacked, at 1 nothing clean is looked at.
+
+    The attack maximises the cross entropy over all classes, as the public code does, even where
+    the loss is over the client's own.
+    """
+
+    attack: PGD = field(default_factory=PGD)
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuses a share that is none."""
+        _check_share(self.share)
+
+    def loss(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        own: tuple[int, ...] | None,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """The loss of Eq. 1 on one batch."""
+        return _trade_off(self, 0.0, module, x, y, own, generator)
+
+
+def _trade_off(
+    setting: Adversarial,
+    clean_path: float | None,
+    module: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    own: tuple[int, ...] | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """Eq. 1, the lines of Algorithm 4 in their order."""
+    terms: list[Tensor] = []
+    if setting.share < 1:
+        with with_path(module, clean_path):
+            terms.append((1 - setting.share) * cross_entropy(module(x), y, own))
+    if setting.share > 0:
+        with with_path(module, 1.0):
+            with frozen(module):
+                near = setting.attack.perturbed(module, x, y, generator)
+            terms.append(setting.share * cross_entropy(module(near), y, own))
+    return sum(terms[1:], terms[0])
+
+
+@dataclass(frozen=True)
+class OnceForAll:
+    """Adversarial training at every trade-off: another λ for each batch, and the model is told.
+
+    λ is drawn from ``shares`` for the batch, set in the ``conditional`` model, and weighs the terms
+    of Eq. 1. The public code draws a λ for each example; one for the batch needs one pass of each
+    kind. Clean inputs go through the clean halves and adversarial ones through the noise halves;
+    ``apart=False`` does as the public code: whatever is trained for λ > 0 goes through the noise
+    halves, clean or not, which is the half that the model uses for λ > 0 afterwards.
+    """
+
+    attack: PGD = field(default_factory=PGD)
+    shares: tuple[float, ...] = (0.0, 0.2, 0.5, 0.8, 1.0)
+    apart: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuses shares that are none."""
+        if not self.shares:
+            raise ConfigError("shares must name at least one trade-off, got none; try (0.0, 1.0)")
+        for share in self.shares:
+            _check_share(share)
+
+    def loss(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        own: tuple[int, ...] | None,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """The loss of Eq. 1 at a trade-off drawn for this batch."""
+        drawn = torch.randint(len(self.shares), (), generator=generator, device=generator.device)
+        setting = Adversarial(self.attack, self.shares[int(drawn)])
+        clean_path = 0.0 if self.apart else None
+        with with_robustness(module, setting.share):
+            return _trade_off(setting, clean_path, module, x, y, own, generator)
+
+
+def through(objective: Objective, examples: ClientData) -> Objective:
+    """The objective whose attack sees the pixels of these examples, however they are scaled."""
+    if not isinstance(objective, (Adversarial, OnceForAll)):
+        return objective
+    return replace(objective, attack=objective.attack.on(examples))
+
+
+def _check_share(share: float) -> None:
+    if not 0 <= share <= 1:
+        raise ConfigError(
+            f"the share of the adversarial loss must be in [0, 1], got {share}; 0 trains on clean "
+            "examples only, 1 on attacked ones only"
+        )

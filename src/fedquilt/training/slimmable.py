@@ -1,0 +1,131 @@
+"""Slimmable training: nested widths of one net, all of them on every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.federation.client import Task, Update
+from fedquilt.structure.cut import Index, cells_within, put, source_name, view
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.subnet import Subnet
+from fedquilt.training.descent import Descent, Optimiser
+from fedquilt.training.losses import cross_entropy
+from fedquilt.training.recipe import Workbench
+from fedquilt.training.scaler import scaled
+from fedquilt.training.sgd import batches
+
+
+@dataclass(frozen=True)
+class Slimmable:
+    """The recipe: on every batch, the gradients of all the task's widths are summed; one step.
+
+    The task's subnets are nested, the widest first. The others have its weights, but for those
+    that they own (their normalisation), which travel with them.
+    """
+
+    optimiser: Optimiser
+    lr: float
+    labels: tuple[int, ...] = ()
+    masked: bool = False
+    scale: bool = False
+    weight: float = 1.0
+
+    def run(self, task: Task, bench: Workbench) -> Update:
+        """Trains all widths."""
+        examples = bench.examples("train", task.client)
+        modules = [m.train() for m in bench.modules(task.subnets, task.params)]
+        nets = _Nested(bench.structure, task.subnets, modules, self.optimiser, self.lr)
+        torch.default_generator.manual_seed(task.seed)
+        generator = torch.Generator().manual_seed(task.seed)
+        total = torch.zeros(())
+        for _ in range(self.optimiser.epochs):
+            total, count = torch.zeros(()), 0
+            for rows in batches(len(examples), self.optimiser.batch_size, generator):
+                x, y = examples.batch(rows, generator)
+                total += nets.step([self._loss(m, x, y, bench.structure) for m in modules]) * len(x)
+                count += len(rows)
+            total = total / count
+        return Update(
+            task.client,
+            task.subnets,
+            tuple(map(bench.tensors, modules, task.subnets, task.subnets)),
+            self.weight,
+            {"loss": float(total), "examples": len(examples)},
+        )
+
+    def _loss(self, module: nn.Module, x: Tensor, y: Tensor, structure: Structure) -> Tensor:
+        with scaled(module, structure) if self.scale else nullcontext():
+            return cross_entropy(module(x), y, self.labels if self.masked else None)
+
+
+class _Nested:
+    """Nets that share the weights of the widest of them, the first."""
+
+    def __init__(
+        self,
+        structure: Structure,
+        subnets: tuple[Subnet, ...],
+        modules: list[nn.Module],
+        settings: Optimiser,
+        lr: float,
+    ) -> None:
+        self._weights = [dict(module.named_parameters()) for module in modules]
+        self._shared: list[Mapping[str, tuple[Index, ...]]] = []  # where, in the widest one's
+        for weights, subnet in zip(self._weights[1:], subnets[1:], strict=True):
+            where = cells_within(structure, subnets[0], subnet)
+            shared = [n for n in weights if source_name(n, structure, subnet) == n]
+            self._shared.append({n: where[n] for n in shared})
+        own = [
+            weight
+            for weights, shared in zip(self._weights[1:], self._shared, strict=True)
+            for name, weight in weights.items()
+            if name not in shared
+        ]
+        self._descent = Descent([*self._weights[0].values(), *own], settings, lr)
+        self._give_out()
+
+    @torch.no_grad()
+    def step(self, losses: list[Tensor]) -> Tensor:
+        """One step down the sum of the widths' losses; their mean."""
+        sums, own = self._gradients(losses[0], 0), []
+        for number, shared in enumerate(self._shared):
+            for name, gradient in self._gradients(losses[number + 1], number + 1).items():
+                if name not in shared:
+                    own.append(gradient)
+                elif gradient is not None:
+                    sums[name] = _added(sums[name], self._weights[0][name], shared[name], gradient)
+        self._descent.follow([*sums.values(), *own])
+        self._give_out()
+        return torch.stack([loss.detach() for loss in losses]).mean()
+
+    def _gradients(self, loss: Tensor, number: int) -> dict[str, Tensor | None]:
+        weights = {n: w for n, w in self._weights[number].items() if w.requires_grad}
+        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        # weights that are added to each other may get one gradient tensor; each needs its own
+        alone = [
+            g if id(g) not in map(id, found[:i]) or g is None else g.clone()
+            for i, g in enumerate(found)
+        ]
+        return dict(zip(weights, alone, strict=True))
+
+    @torch.no_grad()
+    def _give_out(self) -> None:
+        """The shared weights, as the widest net has them now."""
+        for weights, shared in zip(self._weights[1:], self._shared, strict=True):
+            for name, index in shared.items():
+                weights[name].copy_(view(self._weights[0][name], index))
+
+
+def _added(total: Tensor | None, like: Tensor, index: tuple[Index, ...], part: Tensor) -> Tensor:
+    """total[index] += part."""
+    total = torch.zeros_like(like) if total is None else total
+    if all(isinstance(i, slice) for i in index):
+        total[index].add_(part)
+    else:
+        put(total, index, view(total, index).add_(part))
+    return total

@@ -1,0 +1,216 @@
+"""The finished model on disk: whole, checked, and read only where it is needed."""
+
+import copy
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import fedquilt as fq
+from fedquilt.customize import bundle
+from fedquilt.customize.structured import as_values, from_values
+from fedquilt.errors import CheckpointError
+from fedquilt.runs.checkpoint import file_hash
+
+PARAMS = {
+    "w@0": torch.randn(3, 2),
+    "w@1": torch.randn(3, 2),
+    "half": torch.randn(4).to(torch.bfloat16),
+    "n": torch.tensor(4),
+    "mask": torch.tensor([True, False]),
+    "none": torch.empty(0, 3),
+}
+NET = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
+
+
+@pytest.fixture(scope="module")
+def structure():
+    return fq.Structure.trace(NET, torch.zeros(2, 2, 5, 5))
+
+
+@pytest.fixture
+def folder(tmp_path, structure):
+    bundle.save(tmp_path, PARAMS, structure, {"sizes": [1.0]})
+    return tmp_path
+
+
+def damage(path, tensor):
+    """Changes one bit of one tensor in a file."""
+    values = load_file(path)
+    found = path.read_bytes()
+    old = values[tensor].numpy().tobytes()
+    assert found.count(old) == 1
+    path.write_bytes(found.replace(old, bytes([old[0] ^ 1]) + old[1:]))
+
+
+def test_a_bundle_comes_back_as_it_was(folder):
+    found = bundle.load(folder)
+    assert found.about["sizes"] == [1.0]
+    assert set(found.params) == PARAMS.keys()
+    assert len(found.params) == len(PARAMS)
+    for name, tensor in PARAMS.items():
+        assert found.params[name].dtype == tensor.dtype
+        assert torch.equal(found.params[name], tensor)
+        assert found.params.shape(name) == tuple(tensor.shape)
+    assert found.params.get("nothing") is None
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "bundle.json",
+        "params.safetensors",
+        "structure.json",
+    ]
+
+
+def test_a_tensor_is_checked_when_it_is_read_and_others_are_not_read(folder):
+    damage(folder / "params.safetensors", "w@1")
+    params = bundle.load(folder).params
+    assert "w@1" in params
+    assert params.shape("w@1") == (3, 2)
+    assert torch.equal(params["w@0"], PARAMS["w@0"])
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"is damaged: 'w@1' is not what was written"):
+            params["w@1"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"w@1": PARAMS["w@1"].reshape(2, 3)},
+        {"w@1": PARAMS["w@1"].view(torch.int32)},
+        {"w@1": -PARAMS["w@1"]},
+    ],
+    ids=["shape", "dtype", "values"],
+)
+def test_another_tensor_of_the_same_name_is_refused(folder, change):
+    save_file({**PARAMS, **change}, folder / "params.safetensors")
+    params = bundle.load(folder).params
+    with pytest.raises(CheckpointError, match="'w@1' is not what was written"):
+        params["w@1"]
+
+
+def test_other_names_are_refused_at_once(folder):
+    save_file({"v": torch.zeros(1)}, folder / "params.safetensors")
+    with pytest.raises(CheckpointError, match="damaged"):
+        bundle.load(folder)
+
+
+def test_a_file_that_is_cut_short_is_refused_at_once(folder):
+    path = folder / "params.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="damaged"):
+        bundle.load(folder)
+
+
+@pytest.mark.parametrize("name", ["params.safetensors", "structure.json"])
+def test_a_bundle_in_which_a_file_is_missing_is_refused(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
+        bundle.load(folder)
+
+
+def test_a_damaged_structure_is_refused(folder):
+    path = folder / "structure.json"
+    path.write_text(path.read_text().replace("4", "5", 1))
+    with pytest.raises(CheckpointError, match="damaged"):
+        bundle.load(folder)
+
+
+def test_a_bundle_of_an_unknown_version_is_refused(folder):
+    path = folder / "bundle.json"
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
+    with pytest.raises(CheckpointError, match="has version 3, this fedquilt reads version 2"):
+        bundle.load(folder)
+
+
+def write_version_1(folder, params, about):
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(params), folder / "params.safetensors")
+    digest = file_hash(folder / "params.safetensors")
+    old = {**about, "format": "fedquilt-bundle", "version": 1, "sha256": digest}
+    (folder / "bundle.json").write_text(json.dumps(old))
+
+
+def test_bundles_of_version_1_are_read_and_checked_whole(tmp_path):
+    write_version_1(tmp_path, PARAMS, {"sizes": [1.0]})
+    found = bundle.load(tmp_path)
+    assert found.structure is None
+    assert all(torch.equal(found.params[n], t) for n, t in PARAMS.items())
+    damage(tmp_path / "params.safetensors", "w@1")
+    with pytest.raises(CheckpointError, match="damaged"):
+        bundle.load(tmp_path)
+
+
+def test_runs_with_bundles_of_version_1_are_opened(stored, tmp_path):
+    old = stored("heterofl")
+    params, about = bundle.load(old.folder / "model").params, old.opened().about
+    write_version_1(tmp_path / "model", params, about)
+    again = fq.open_run(tmp_path, old.model, old.method)
+    one, other = (run.customize(0.5).state_dict() for run in (old.opened(), again))
+    assert all(torch.equal(other[n], t) for n, t in one.items())
+
+
+def test_whoever_has_a_bundle_open_keeps_it_when_it_is_written_again(folder, structure):
+    params = bundle.load(folder).params
+    bundle.save(folder, {"w@0": torch.zeros(3, 2)}, structure, {})
+    assert torch.equal(params["w@0"], PARAMS["w@0"])
+    assert torch.equal(bundle.load(folder).params["w@0"], torch.zeros(3, 2))
+
+
+def test_a_full_disk_leaves_the_old_bundle(folder, structure, monkeypatch):
+    def full(path, tensors):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    monkeypatch.setattr("fedquilt.customize.bundle.write_tensors", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        bundle.save(folder, PARAMS, structure, {})
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_stored_tensors_can_be_copied(folder):
+    other = copy.deepcopy(bundle.load(folder).params)
+    assert torch.equal(other["w@0"], PARAMS["w@0"])
+
+
+def test_a_folder_without_a_model_says_how_to_finish(tmp_path):
+    with pytest.raises(CheckpointError, match="train --resume"):
+        bundle.load(tmp_path / "model")
+
+
+# structures
+
+
+class Joined(nn.Module):
+    """Has axes of several spans."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 4), nn.Linear(8, 6)
+        self.norm = nn.BatchNorm1d(10)
+        self.classifier = nn.Linear(10, 3)
+
+    def forward(self, x):
+        return self.classifier(self.norm(torch.cat([self.one(x), self.other(x)], -1)))
+
+
+def same(one, other):
+    return all(getattr(one, f.name) == getattr(other, f.name) for f in fields(one) if f.repr)
+
+
+def test_a_structure_comes_back_from_plain_values_as_it_was(structure):
+    joined = fq.Structure.trace(Joined(), torch.zeros(2, 8))
+    assert any(axis and len(axis) > 1 for axes in joined.axes.values() for axis in axes)
+    axes = {"0.weight": ("h", None, None, None), "0.bias": ("h",), "3.weight": (None, "h")}
+    declared = fq.Structure.declare(NET, axes, sizes={"0.out_channels": "h"})
+    assert declared.sizes
+    small = structure.uncut(fq.build(NET, structure, structure.subnet(0.5)))
+    assert small.origin
+    for found in (structure, joined, declared, small):
+        again = from_values(json.loads(json.dumps(as_values(found))))
+        assert same(again, found)
+        assert list(again.shapes) == list(found.shapes)
+        assert again.describe() == found.describe()
+    assert not same(structure, small)

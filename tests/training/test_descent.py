@@ -1,0 +1,251 @@
+"""How weights move, against torch's own optimiser and nets trained alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedquilt.errors import ConfigError
+from fedquilt.training.attack import PGD
+from fedquilt.training.descent import Descent, Optimiser, is_quicker_together, learner
+from fedquilt.training.objectives import Adversarial, Plain
+
+
+def test_the_learning_rate_falls_at_each_milestone():
+    settings = Optimiser(lr=0.1, milestones=(150, 250), decay=0.1)
+    assert [settings.rate(r) for r in (0, 149)] == [0.1, 0.1]
+    assert [settings.rate(r) for r in (150, 249)] == pytest.approx([0.01, 0.01])
+    assert settings.rate(250) == pytest.approx(0.001)
+
+
+def test_a_cosine_falls_from_the_whole_rate_in_the_first_round_towards_nothing():
+    settings = Optimiser(lr=0.2, cosine=True)
+    assert settings.rate(0, 300) == 0.2
+    assert settings.rate(150, 300) == pytest.approx(0.1)
+    assert settings.rate(100, 300) == pytest.approx(0.2 * 0.75)  # cos 60° = 1/2
+    assert 0 < settings.rate(299, 300) < 1e-5
+    assert settings.rate(0, 1) == 0.2
+
+
+@given(st.floats(1e-4, 10), st.integers(1, 1000), st.data())
+def test_a_cosine_never_rises_and_is_symmetric(lr, rounds, data):
+    settings = Optimiser(lr=lr, cosine=True, milestones=(1, 2), decay=0.5)
+    one = data.draw(st.integers(0, rounds))
+    other = data.draw(st.integers(one, rounds))
+    assert lr + 1e-12 >= settings.rate(one, rounds) >= settings.rate(other, rounds) - 1e-12
+    both = settings.rate(one, rounds) + settings.rate(rounds - one, rounds)
+    assert both == pytest.approx(lr)
+
+
+def test_a_cosine_needs_to_know_where_it_ends():
+    with pytest.raises(ConfigError, match="number of rounds"):
+        Optimiser(cosine=True).rate(3)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize("clip", [None, 0.05, 1e6])
+def test_descent_makes_the_steps_of_torch_sgd(momentum, weight_decay, clip):
+    torch.manual_seed(0)
+    ours = nn.ParameterList([torch.randn(4, 3), torch.randn(4), torch.randn(2)])
+    theirs = copy.deepcopy(ours)
+    settings = Optimiser(momentum=momentum, weight_decay=weight_decay, clip=clip)
+    descent = Descent(ours, settings, lr=0.1)
+    sgd = torch.optim.SGD(theirs, lr=0.1, momentum=momentum, weight_decay=weight_decay)
+    for step in range(4):
+        x = torch.randn(5, 3)
+
+        def loss(weights, x=x, step=step):
+            # the two bias terms share one gradient tensor; the last weight is used late
+            found = (x @ weights[0].T + weights[1] + weights[1]).square().mean()
+            return found + weights[2].sum() if step > 1 else found
+
+        descent.step(loss(ours))
+        sgd.zero_grad()
+        loss(theirs).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(theirs, clip)
+        sgd.step()
+        torch.testing.assert_close(list(ours), list(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_are_followed_stay_as_they_are():
+    weights = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    descent = Descent(weights, Optimiser(momentum=0.9, weight_decay=0.1, clip=0.5), lr=0.1)
+    gradients = [torch.arange(3.0), None]
+    for _ in range(2):
+        descent.follow(gradients)
+    assert gradients[0].equal(torch.arange(3.0))
+    assert weights[1].eq(1).all()  # no gradient, no step, no decay
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def nets(count: int, make=Net) -> list[nn.Module]:
+    """Nets that start apart, some with long gradients and some with short ones."""
+    found = []
+    for number in range(count):
+        torch.manual_seed(number)
+        net = make().train()
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight.mul_(3.0**number)
+        found.append(net)
+    return found
+
+
+def trained(modules, settings, *, together: bool, steps: int = 4) -> tuple[list[nn.Module], list]:
+    trainer = learner(modules, settings, 0.1, Plain(), together=together)
+    generator = torch.Generator().manual_seed(9)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(6, 1, 5, 5, generator=generator)
+        y = torch.randint(3, (6,), generator=generator)
+        losses.append(trainer.step(x, y, (0, 2), generator).item())
+    trainer.finish()
+    return modules, losses
+
+
+SETTINGS = {
+    "plain": Optimiser(momentum=0, weight_decay=0, clip=None),
+    "momentum": Optimiser(momentum=0.9, weight_decay=0.01, clip=None),
+    "clipped": Optimiser(momentum=0.9, weight_decay=0.01, clip=0.1),
+    "clipped without momentum": Optimiser(momentum=0, weight_decay=0.01, clip=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_nets_in_one_pass_learn_what_each_would_alone(kind, count):
+    settings = SETTINGS[kind]
+    stacked, losses = trained(nets(count), settings, together=True)
+    turns, in_turn = trained(nets(count), settings, together=False)
+    alone = [trained([net], settings, together=False) for net in nets(count)]
+    for one, other, ([single], _) in zip(stacked, turns, alone, strict=True):
+        expected = single.state_dict()  # statistics and their counters too
+        for name, tensor in other.state_dict().items():
+            assert tensor.equal(expected[name]), name
+        for name, tensor in one.state_dict().items():
+            torch.testing.assert_close(tensor, expected[name], rtol=2e-4, atol=2e-5)
+    assert losses == pytest.approx(in_turn, rel=1e-4)
+    means = [sum(step) / count for step in zip(*(found for _, found in alone), strict=True)]
+    assert in_turn == pytest.approx(means, rel=1e-5)
+
+
+def test_each_net_is_clipped_by_its_own_gradient():
+    """By hand: a stack of two nets with one weight each, gradients 3 and 0.5, clipped to 1."""
+    weights = torch.zeros(2, 1, requires_grad=True)
+    settings = Optimiser(momentum=0, weight_decay=0, clip=1.0)
+    Descent([weights], settings, lr=1.0, nets=2).follow([torch.tensor([[3.0], [0.5]])])
+    torch.testing.assert_close(weights.detach(), torch.tensor([[-1.0], [-0.5]]))
+    several = [torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)]
+    gradients = [torch.tensor([[3.0, 0.0], [0.0, 0.3]]), torch.tensor([4.0, 0.4])]
+    Descent(several, settings, lr=1.0, nets=2).follow(gradients)
+    torch.testing.assert_close(several[0].detach(), torch.tensor([[-0.6, 0.0], [0.0, -0.3]]))
+    torch.testing.assert_close(several[1].detach(), torch.tensor([-0.8, -0.4]))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_frozen_weights_stay_as_they_are(together):
+    modules = nets(2)
+    for module in modules:
+        module.conv.weight.requires_grad_(False)
+    before = [module.conv.weight.clone() for module in modules]
+    trained(modules, SETTINGS["momentum"], together=together)
+    for module, old in zip(modules, before, strict=True):
+        assert module.conv.weight.equal(old)
+        assert module.out.weight.requires_grad
+        assert not module.conv.weight.requires_grad
+
+
+def test_an_objective_of_another_kind_is_never_stacked():
+    """An attack asks a net again and again; that is written for one net."""
+    objective = Adversarial(PGD(epsilon=0.1, steps=1, random_start=False))
+    found = []
+    for together in (True, False):
+        modules = nets(2)
+        trainer = learner(modules, SETTINGS["plain"], 0.1, objective, together=together)
+        x, y = (
+            torch.rand(4, 1, 5, 5, generator=torch.Generator().manual_seed(0)),
+            torch.arange(4) % 3,
+        )
+        trainer.step(x, y, None, torch.Generator())
+        trainer.finish()
+        found.append(modules)
+    for one, other in zip(*found, strict=True):
+        assert all(t.equal(other.state_dict()[n]) for n, t in one.state_dict().items())
+
+
+class Asking(Net):
+    """Looks at the values of its inputs, which a stack has no single answer for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer = super().forward(x)
+        return answer if answer.sum() > 1e9 else 2 * answer
+
+
+class Reading(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(self.out.bias.abs().max().item() + 1)
+
+
+class Attentive(nn.Module):
+    """PyTorch warns that attention is slow on a stack; that is what the trial is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2)[..., :8]
+        return self.out(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+@pytest.mark.parametrize("make", [Asking, Reading])
+def test_a_model_that_cannot_be_stacked_is_not_quicker_together(make):
+    assert is_quicker_together(make(), torch.zeros(2, 1, 5, 5), 3, 4) is False
+
+
+@pytest.mark.parametrize("make", [Net, Attentive])
+def test_a_trial_leaves_the_model_and_all_draws_alone(make):
+    model = make()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    torch.manual_seed(0)
+    mode = model.training
+    answer = is_quicker_together(model, torch.zeros(1, 1, 5, 5), 2, 4)
+    assert isinstance(answer, bool)
+    following = torch.rand(())
+    torch.manual_seed(0)
+    assert following.equal(torch.rand(()))
+    assert all(t.equal(before[n]) for n, t in model.state_dict().items())
+    assert model.training == mode
+
+
+class Slow(nn.Module):
+    """One small product after another: on a stack each is one call instead of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_many_small_nets_are_quicker_together():
+    assert is_quicker_together(Slow(), torch.zeros(1, 4), 16, 4)
