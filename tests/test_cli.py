@@ -33,7 +33,7 @@ def net(in_channels, num_classes):
     )
 """  # 186 parameters, 54 at a quarter of the width
 TINY = ["--model", "mlp", "--set", "model.hidden=[8]", "--clients", "4", "--budgets", "1,0.25"]
-COMMANDS = ["train", "evaluate", "cost", "customize"]
+COMMANDS = ("train", "evaluate", "cost", "customize", "report")
 
 
 @dataclass
@@ -649,3 +649,28 @@ def test_unexpected_problems_keep_their_traceback(monkeypatch):
     monkeypatch.setattr("fedquilt.cli.source_of", broken)
     with pytest.raises(RuntimeError, match="a bug of ours"):
         main(["train"])
+
+
+def test_report_writes_a_page_with_clients_and_trade_offs(dialled, finished, tmp_path):
+    run = shutil.copytree(dialled, tmp_path / "dialled")
+    points = ["--robustness", "0,1", "--attack", "--steps", "1", "--widths", "1,0.5"]
+    assert fedquilt("evaluate", run, *points, "--workers", "0").code == 0
+    result = fedquilt(
+        "report", run, finished[0], "--out", tmp_path / "page", "--workers", "0", "--json"
+    )
+    assert result.code == 0, result.err
+    paths = json.loads(result.out)
+    assert Path(paths["page"]).read_text().count("<img") == 6
+    data = json.loads(Path(paths["data"]).read_text())
+    assert set(data) == {"dialled", "a"}
+    assert len(data["dialled"]["scores"]) == 4
+    assert all(s["robust_accuracy"] is not None for s in data["dialled"]["scores"])
+    assert len(data["dialled"]["clients"]) == 3
+    assert all(c["params_per_round"] > 0 for c in data["dialled"]["clients"])
+
+
+def test_report_refuses_what_is_no_run(tmp_path):
+    result = fedquilt("report", tmp_path, "--out", tmp_path / "page")
+    assert result.code == 2
+    assert "holds no finished model" in result.err
+    assert not (tmp_path / "page").exists()
