@@ -1,3 +1,5 @@
+import os
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,3 +32,23 @@ def test_what_is_not_contiguous_is_written_in_its_order(tmp_path):
     tensor = torch.arange(12.0).view(3, 4).t()
     slots = flat.write(tmp_path / "t", {"t": tensor})
     assert torch.equal(flat.read(tmp_path / "t", slots)["t"], tensor)
+
+
+def test_a_system_that_takes_little_at_a_time_still_writes_all(tmp_path, monkeypatch):
+    taken = []
+
+    def little(file: int, parts: list[memoryview]) -> int:
+        taken.append(len(parts))
+        return os.write(file, bytes(parts[0])[:7])
+
+    monkeypatch.setattr(os, "writev", little)
+    tensors = {f"t{i}": torch.arange(i, dtype=torch.float32) for i in range(40)}
+    found = flat.read(tmp_path / "f", flat.write(tmp_path / "f", tensors))
+    assert all(torch.equal(found[n], t) for n, t in tensors.items())
+    assert max(taken) <= flat.MOST_PARTS
+
+
+def test_more_tensors_than_one_call_may_take(tmp_path):
+    tensors = {str(i): torch.tensor([float(i)]) for i in range(1500)}
+    found = flat.read(tmp_path / "f", flat.write(tmp_path / "f", tensors))
+    assert [float(t) for t in found.values()] == list(range(1500))

@@ -65,18 +65,17 @@ def norm(p, name, kept, x, owner) -> Tensor:
     return x * weight.view(shape) + bias.view(shape)
 
 
-def logits(p, kept: Kept, x: Tensor, owner: str = "", scale: bool = False) -> Tensor:
+def logits(p, kept: Kept, x: Tensor, owner: str = "") -> Tensor:
     """The net with some of its channels, as slices of whole tensors."""
     first, second = kept
-    loud = (FIRST / len(first), SECOND / len(second)) if scale else (1, 1)
-    x = F.conv2d(x, p["first.weight"][first], p["first.bias"][first], padding=1) * loud[0]
+    x = F.conv2d(x, p["first.weight"][first], p["first.bias"][first], padding=1)
     x = norm(p, "norm", first, x, owner).relu()
-    x = F.conv2d(x, p["second.weight"][second][:, first], padding=1) * loud[1]
+    x = F.conv2d(x, p["second.weight"][second][:, first], padding=1)
     x = norm(p, "norm2", second, x, owner).relu()
     return F.linear(x.mean((2, 3)), p["classifier.weight"][:, second], p["classifier.bias"])
 
 
-def by_hand(params, nets, data, settings, lr, seed, own=(), scale=False):
+def by_hand(params, nets, data, settings, lr, seed, own=()):
     """All widths on every batch: one step down the sum of their losses, over whole tensors.
 
     ``nets`` are the kept channels and the owner of each. Cells that the widest lacks do not count.
@@ -92,7 +91,7 @@ def by_hand(params, nets, data, settings, lr, seed, own=(), scale=False):
             x, y = data.inputs[rows], data.labels[rows]
             each = []
             for kept, owner in nets:
-                found = logits(p, kept, x, owner, scale)
+                found = logits(p, kept, x, owner)
                 mask = (
                     torch.ones(4) if not own else torch.tensor([float(i in own) for i in range(4)])
                 )
@@ -150,18 +149,39 @@ def test_gradients_of_all_widths_are_summed(bare, data, params, kind, widths):
     assert update.subnets == subnets
 
 
-@pytest.mark.parametrize("switch", ["masked", "scale"])
-def test_switches_hold_for_every_width(bare, data, params, switch):
+def test_every_width_answers_with_the_clients_own_classes(bare, data, params):
     net, structure = bare
     given = {n: params[n] for n in structure.shapes}
     subnets = (structure.subnet(1.0), structure.subnet(0.5).leaving("*"))
-    recipe = Slimmable(PLAIN, lr=0.1, labels=(1, 3), **{switch: True})
+    recipe = Slimmable(PLAIN, lr=0.1, labels=(1, 3), masked=True)
     update = recipe.run(Task(1, subnets, given, recipe, 4), Workbench(net, structure, data))
     nets = [(leading(1.0), ""), (leading(0.5), "")]
-    own = (1, 3) if switch == "masked" else ()
-    examples = data["train"][1]
-    expected, _ = by_hand(given, nets, examples, PLAIN, 0.1, 4, own, scale=switch == "scale")
+    expected, _ = by_hand(given, nets, data["train"][1], PLAIN, 0.1, 4, own=(1, 3))
     assert_cells(update.params[0], expected, leading(1.0))
+
+
+def test_every_width_is_scaled_by_its_own_share():
+    """On a net without normalisation, which would undo it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
+    structure = Structure.trace(net, torch.zeros(2, 3))
+    x, y = torch.randn(6, 3), torch.arange(6) % 4
+    data = {"train": {0: as_examples((x, y))}}
+    params = {n: t.detach() for n, t in net.named_parameters()}
+    wide, *narrow = (structure.subnet(w) for w in (1.0, 0.5, 0.25))
+    subnets = (wide, *(s.leaving("*") for s in narrow))
+    recipe = Slimmable(replace(PLAIN, batch_size=6), lr=0.5, scale=True)
+    update = recipe.run(Task(0, subnets, params, recipe, 0), Workbench(net, structure, data))
+    p = {n: t.clone().requires_grad_() for n, t in params.items()}
+    loss = torch.zeros(())
+    for kept in (8, 4, 2):
+        hidden = F.linear(x, p["0.weight"][:kept], p["0.bias"][:kept]) / (kept / 8)
+        loss = loss + F.cross_entropy(
+            F.linear(hidden.relu(), p["2.weight"][:, :kept], p["2.bias"]), y
+        )
+    gradients = torch.autograd.grad(loss, list(p.values()))
+    for (name, w), g in zip(p.items(), gradients, strict=True):
+        torch.testing.assert_close(update.params[0][name], (w - 0.5 * g).detach())
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -236,7 +256,7 @@ class Sum(nn.Module):
         super().__init__()
         self.a = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
         self.b = nn.Parameter(torch.tensor([4.0, 3.0, 2.0, 1.0]))
-        self.out = nn.Parameter(torch.ones(3, 4))
+        self.out = nn.Parameter(torch.arange(12.0).view(3, 4).sin())
 
     def forward(self, x: Tensor) -> Tensor:
         return (x[:, : len(self.a)] * (self.a + self.b)) @ self.out.T

@@ -7,6 +7,7 @@ describes itself.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 ALIGNED = 64  # bytes
+MOST_PARTS = 512  # in one call; systems allow 1024
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,29 @@ class Slot:
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Slot, ...]:
     """Writes tensors one behind the other; where each of them is."""
-    slots, start = [], 0
-    with path.open("wb") as file:
-        for name, tensor in tensors.items():
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), start, len(data)))
-            file.write(data.numpy().data)
-            padding = -len(data) % ALIGNED
-            file.write(bytes(padding))
-            start += len(data) + padding
+    slots: list[Slot] = []
+    parts: list[memoryview] = []
+    start = 0
+    for name, tensor in tensors.items():
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), start, len(data)))
+        padding = -len(data) % ALIGNED
+        parts += [data.numpy().data, memoryview(bytes(padding))]
+        start += len(data) + padding
+    with path.open("wb", buffering=0) as file:
+        _write(file.fileno(), [part for part in parts if len(part)])
     return tuple(slots)
+
+
+def _write(file: int, parts: list[memoryview]) -> None:
+    """All parts with as few calls to the system as it takes."""
+    while parts:
+        some = parts[:MOST_PARTS]
+        written = os.writev(file, some) if hasattr(os, "writev") else os.write(file, some[0])
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if written:  # the system took a part of a part
+            parts[0] = parts[0][written:]
 
 
 def read(path: Path, slots: tuple[Slot, ...]) -> dict[str, Tensor]:
