@@ -21,7 +21,14 @@ import numpy as np
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods.method import affordable, budget_sizes, initial, merged
+from fedquilt.methods.method import (
+    affordable,
+    initial,
+    merged,
+    nested,
+    refuse_no_widths,
+    trained_sizes,
+)
 from fedquilt.structure.groups import STATISTICS
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -55,9 +62,7 @@ class HeteroFL:
             raise ConfigError("dynamic assignment draws from a list of widths; give method.widths")
         if self.assignment not in ("fixed", "dynamic"):
             raise ConfigError(f"assignment is fixed or dynamic, got '{self.assignment}'")
-        for width in self.widths or ():
-            if not 0 < width <= 1:
-                raise ConfigError(f"widths are fractions in (0, 1], got {width}")
+        refuse_no_widths(self.widths)
 
     @property
     def home(self) -> tuple[str, ...]:
@@ -120,9 +125,7 @@ class HeteroFL:
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """Widths that are trained, largest first."""
-        return (
-            budget_sizes(setup) if self.widths is None else tuple(sorted(self.widths, reverse=True))
-        )
+        return trained_sizes(setup, self.widths)
 
     def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
         """One subnet."""
@@ -130,9 +133,4 @@ class HeteroFL:
 
     def subnet(self, setup: Setup, width: float) -> Subnet:
         """The leading channels, with the statistics of that size, or of the next larger one."""
-        subnet = setup.structure.subnet(width)
-        if not setup.structure.statistics:
-            return subnet
-        wide_enough = [size for size in self.sizes(setup) if size >= width - 1e-9]
-        nearest = min(wide_enough) if wide_enough else max(self.sizes(setup))
-        return subnet.owning(f"{nearest:g}", STATISTICS)
+        return nested(setup, width, self.sizes(setup), STATISTICS)

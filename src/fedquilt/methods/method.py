@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from fedquilt.errors import ConfigError
 from fedquilt.federation.average import average
 from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Phase, Setup, State
@@ -73,6 +74,27 @@ def affordable(setup: Setup, client: Client) -> float:
     """The widest fraction of the model that a client's budget allows."""
     width, _ = fit(setup.model, setup.structure, client.budget, setup.example)
     return width
+
+
+def trained_sizes(setup: Setup, widths: tuple[float, ...] | None) -> tuple[float, ...]:
+    """The widths that a method names, or else those that budgets allow, largest first."""
+    return budget_sizes(setup) if widths is None else tuple(sorted(widths, reverse=True))
+
+
+def refuse_no_widths(widths: tuple[float, ...] | None) -> None:
+    """Refuses what is no fraction of a model."""
+    for width in widths or ():
+        if not 0 < width <= 1:
+            raise ConfigError(f"widths are fractions in (0, 1], got {width}")
+
+
+def nested(setup: Setup, width: float, sizes: tuple[float, ...], own: str) -> Subnet:
+    """The leading channels; what ``own`` means is that of the width, or of the next larger size."""
+    subnet = setup.structure.subnet(width)
+    if not setup.structure.statistics:
+        return subnet
+    wide_enough = [size for size in sizes if size >= width - 1e-9]
+    return subnet.owning(f"{min(wide_enough) if wide_enough else max(sizes):g}", own)
 
 
 def budget_sizes(setup: Setup) -> tuple[float, ...]:

@@ -13,7 +13,15 @@ from typing import Literal
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods.method import affordable, budget_sizes, initial, merged, without_tracking
+from fedquilt.methods.method import (
+    affordable,
+    initial,
+    merged,
+    nested,
+    refuse_no_widths,
+    trained_sizes,
+    without_tracking,
+)
 from fedquilt.structure.groups import NORMS
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -41,9 +49,7 @@ class SHeteroFL:
         """Refuses settings that make no sense."""
         if self.statistics not in ("batch", "tracked"):
             raise ConfigError(f"statistics are batch or tracked, got '{self.statistics}'")
-        for width in self.widths or ():
-            if not 0 < width <= 1:
-                raise ConfigError(f"widths are fractions in (0, 1], got {width}")
+        refuse_no_widths(self.widths)
 
     @property
     def home(self) -> tuple[str, ...]:
@@ -92,12 +98,7 @@ class SHeteroFL:
 
     def subnet(self, setup: Setup, width: float) -> Subnet:
         """The leading channels, with the normalisation of that width or of the next larger one."""
-        subnet = setup.structure.subnet(width)
-        if not setup.structure.statistics:
-            return subnet
-        wide_enough = [size for size in self.sizes(setup) if size >= width - 1e-9]
-        nearest = min(wide_enough) if wide_enough else max(self.sizes(setup))
-        return subnet.owning(f"{nearest:g}", NORMS)
+        return nested(setup, width, self.sizes(setup), NORMS)
 
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Each cell is averaged over the clients that hold it."""
@@ -105,9 +106,7 @@ class SHeteroFL:
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """The trained widths, largest first."""
-        return (
-            budget_sizes(setup) if self.widths is None else tuple(sorted(self.widths, reverse=True))
-        )
+        return trained_sizes(setup, self.widths)
 
     def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
         """One subnet."""
