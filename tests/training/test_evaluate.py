@@ -310,3 +310,12 @@ def test_a_bench_is_left_with_its_dials_at_zero_and_no_gradients():
         assert all(p.requires_grad and p.grad is None for p in module.parameters())
     assert has_dial(bases.nets[0])
     assert not has_dial(Little())
+
+
+def test_a_client_that_held_nothing_back_chooses_by_its_training_data():
+    data = {"train": {0: "a", 1: "b"}, "test": {0: "t"}, "validation": {1: "v"}}
+    bench = Workbench(None, None, data)
+    assert [bench.examples("validation", c) for c in (0, 1)] == ["a", "v"]
+    assert bench.examples("train", 1) == "b"
+    with pytest.raises(KeyError):
+        bench.examples("test", 1)

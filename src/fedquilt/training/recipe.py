@@ -49,7 +49,12 @@ class Workbench:
         self.to_keep: Mapping[str, Tensor] | None = None  # its new state, if it changed
 
     def examples(self, split: str, client: int) -> ClientData:
-        """The client's data: ``train`` or ``test``."""
+        """The client's data: ``train``, ``test`` or ``validation``.
+
+        A client that held nothing back for validation chooses by what it trains on.
+        """
+        if split == "validation" and client not in self._data.get(split, {}):
+            split = "train"
         return self._data[split][client]
 
     def modules(
