@@ -36,7 +36,7 @@ from fedquilt.config import (
     source_of,
 )
 from fedquilt.customize.export import export
-from fedquilt.customize.mixture import Mixture, checked_robustness
+from fedquilt.customize.mixture import Mixture
 from fedquilt.data.load import Source
 from fedquilt.errors import CheckpointError, ConfigError, FedquiltError
 from fedquilt.evaluation.accuracy import SizeScore
@@ -59,6 +59,7 @@ from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cost import cost as cost_of
 from fedquilt.structure.groups import Structure
 from fedquilt.training.attack import PGD
+from fedquilt.training.dualnorm import checked_robustness
 
 IMAGES = {  # what the papers feed these nets
     "heterofl-cnn": (1, 28, 28),

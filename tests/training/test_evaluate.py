@@ -16,8 +16,8 @@ from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training.attack import PGD
-from fedquilt.training.dualnorm import DualNorm, dual
-from fedquilt.training.evaluate import Evaluate, has_dial
+from fedquilt.training.dualnorm import DualNorm, dual, has_dial
+from fedquilt.training.evaluate import Evaluate
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.statistics import untracked
 

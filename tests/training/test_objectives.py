@@ -115,15 +115,12 @@ def test_adversarial_training_is_algorithm_4(kind, share, own):
     same_step(Adversarial(ATTACK, share), kind, share, own)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("own", [None, (0, 2)])
-def test_once_for_all_training_is_algorithm_4_of_a_model_that_is_told(share, own):
-    same_step(OnceForAll(ATTACK, (share,)), "conditional", share, own)
-
-
 @pytest.mark.parametrize(("share", "half"), [(0.0, "clean"), (0.2, "noise"), (1.0, "noise")])
-def test_once_for_all_training_can_choose_the_half_by_the_robustness(share, half):
-    same_step(OnceForAll(ATTACK, (share,), apart=False), "conditional", share, None, (half, half))
+def test_once_for_all_training_is_algorithm_4_with_the_half_that_the_robustness_chooses(
+    share, half, own
+):
+    same_step(OnceForAll(ATTACK, (share,)), "conditional", share, own, (half, half))
 
 
 def test_the_default_share_is_the_papers():
@@ -187,8 +184,8 @@ def test_the_module_is_afterwards_as_before(kind, fails):
         )
 
     before, (x, y) = flags(), batch()
-    objectives = [Plain()] if kind == "plain" else [OnceForAll(ATTACK, (0.5,))]
-    for objective in [*objectives, Adversarial(ATTACK)]:
+    more = {"plain": [Plain()], "conditional": [OnceForAll(ATTACK, (0.5,))]}.get(kind, [])
+    for objective in [*more, Adversarial(ATTACK)]:
         if fails:
             with pytest.raises(RuntimeError):
                 objective.loss(model, x[:, :, :4], y, None, torch.Generator())

@@ -117,13 +117,6 @@ def test_subnets_that_own_everything_are_asked_one_by_one(structure, bench, para
     assert changed == {f"{n}@{i}" for n in structure.statistics for i in range(3)}
 
 
-def test_what_a_client_keeps_for_itself_is_what_it_sends(structure, bench, params):
-    recipe = Statistics(4, home=(":statistics",))
-    update = recipe.run(Task(0, (structure.subnet(0.5),), params, recipe, 2), bench)
-    assert bench.to_keep.keys() == update.params[0].keys() == structure.statistics
-    assert all(t.equal(update.params[0][n]) for n, t in bench.to_keep.items())
-
-
 def test_an_untracked_copy_normalises_every_batch_by_itself(net, data):
     bare = untracked(net)
     assert net.norm.running_mean is not None  # the model itself is left as it is

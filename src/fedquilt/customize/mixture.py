@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.errors import ConfigError
-from fedquilt.structure.budget import Budget
+from fedquilt.structure.budget import Budget, times
+from fedquilt.training.dualnorm import NO_DIAL, checked_robustness, dials, turn
+from fedquilt.training.mixing import mixed
 
 
 class Mixture(nn.Module):
@@ -38,7 +40,7 @@ class Mixture(nn.Module):
         self.nets = nn.ModuleList(nets)
         self.base = base
         self._active = len(self.nets)
-        self._dials = [m for m in self.nets.modules() if "robustness" in vars(m)]
+        self._dials = dials(self.nets)
 
     @property
     def width(self) -> float:
@@ -63,9 +65,7 @@ class Mixture(nn.Module):
     def robustness(self, robustness: float) -> None:
         if not self._dials:
             raise ConfigError(NO_DIAL)
-        value = checked_robustness(robustness)
-        for layer in self._dials:
-            vars(layer)["robustness"] = value  # a module's own way to set attributes is slow
+        turn(self._dials, checked_robustness(robustness))
 
     @contextmanager
     def at(self, width: float | None = None, robustness: float | None = None) -> Iterator[Mixture]:
@@ -84,11 +84,7 @@ class Mixture(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The mean of what the nets of the present width say."""
-        nets = self._mixed()
-        total: Tensor = next(nets)(*inputs)
-        for net in nets:
-            total = total + net(*inputs)  # one sum is held, whatever the number of nets
-        return total / self._active
+        return mixed(net(*inputs) for net in self._mixed())
 
     def by_width(self, *inputs: Tensor) -> Tensor:
         """The answers at all widths up to the present one: row k − 1 mixes the first k nets."""
@@ -99,8 +95,7 @@ class Mixture(nn.Module):
         return itertools.islice(self.nets, self._active)
 
     def _count(self, width: float) -> int:
-        """⌊R/r⌋, where 2.9999999 is 3."""
-        count, held = int(Budget(width).width / self.base + 1e-9), len(self.nets)
+        count, held = times(Budget(width).width, self.base), len(self.nets)
         if count < 1:
             raise ConfigError(f"the narrowest width is one net of {self.base:g}, got {width:g}")
         if count > held:
@@ -109,16 +104,3 @@ class Mixture(nn.Module):
                 "take a wider one from the run: run.customize(width=...)"
             )
         return count
-
-
-NO_DIAL = "this run's model has no robustness to choose; train one with method.robust = true"
-
-
-def checked_robustness(value: float) -> float:
-    """The robustness, if it is one."""
-    if not 0 <= value <= 1:
-        raise ConfigError(
-            f"a robustness is a number from 0 (accurate) to 1 (robust), got {value:g}; "
-            "0.5 is between"
-        )
-    return float(value)

@@ -23,7 +23,8 @@ from fedquilt.methods.method import Method
 from fedquilt.structure.cost import Cost, cost
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.attack import PGD
-from fedquilt.training.evaluate import Evaluate, has_dial
+from fedquilt.training.dualnorm import NO_DIAL, has_dial
+from fedquilt.training.evaluate import Evaluate
 
 PARTS = 8  # held-out data is evaluated in this many tasks, whatever the number of workers
 
@@ -61,9 +62,7 @@ def evaluate(
     ``held_out`` says whether the server has data, ``testers`` which clients have.
     """
     if robustness and not has_dial(setup.model):
-        raise ConfigError(
-            "this run's model has no robustness to choose; train one with method.robust = true"
-        )
+        raise ConfigError(NO_DIAL)
     sizes = widths or method.sizes(setup)
     mixes = [tuple(s.leaving(*method.home) for s in method.mix(setup, w)) for w in sizes]
     subnets = tuple(dict.fromkeys(subnet for mix in mixes for subnet in mix))  # each once
@@ -85,27 +84,35 @@ def evaluate(
         if isinstance(result, Failure):
             raise TrainingError(f"the held-out data could not be evaluated: {result.reason}")
     answered = [r for r in on_own if isinstance(r, Update)]  # clients that failed are left out
-    scores = []
     points = [(r, w, m) for r in robustness or (None,) for w, m in zip(sizes, mixes, strict=True)]
-    for i, (dial, width, mix) in enumerate(points):
-        price = cost_of(setup, mix)
-        accuracy, loss, count = _share(on_shared, "hits", i)
-        local, _, local_count = _share(answered, "local", i)
-        scores.append(
-            SizeScore(
-                width,
-                price.params,
-                price.macs,
-                accuracy,
-                local,
-                loss,
-                count or local_count,
-                _mean_over_clients(answered, "hits", i),
-                dial,
-                _mean_over_clients(answered, "robust", i),
-            )
-        )
-    return scores
+    return [
+        _score(i, width, dial, cost_of(setup, mix), on_shared, answered)
+        for i, (dial, width, mix) in enumerate(points)
+    ]
+
+
+def _score(
+    point: int,
+    width: float,
+    dial: float | None,
+    price: Cost,
+    on_shared: Sequence[Update | Failure],
+    answered: Sequence[Update],
+) -> SizeScore:
+    accuracy, loss, count = _share(on_shared, "hits", point)
+    local, _, local_count = _share(answered, "local", point)
+    return SizeScore(
+        width,
+        price.params,
+        price.macs,
+        accuracy,
+        local,
+        loss,
+        count or local_count,
+        _mean_over_clients(answered, "hits", point),
+        dial,
+        _mean_over_clients(answered, "robust", point),
+    )
 
 
 def accuracy_by_client(

@@ -46,6 +46,6 @@ def fedavg_oat(
         optimiser or Optimiser(clip=None),
         fraction,
         width,
-        objective=OnceForAll(PGD(epsilon=epsilon, steps=steps), apart=False),
+        objective=OnceForAll(PGD(epsilon=epsilon, steps=steps)),
         conditional=True,
     )

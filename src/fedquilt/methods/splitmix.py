@@ -25,7 +25,7 @@ from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.method import merged
-from fedquilt.structure.budget import Budget
+from fedquilt.structure.budget import Budget, times
 from fedquilt.structure.cost import cost
 from fedquilt.structure.cut import build
 from fedquilt.structure.groups import STATISTICS
@@ -111,7 +111,7 @@ class SplitMix:
     @property
     def num_bases(self) -> int:
         """M = ⌊1/r⌋."""
-        return _whole(1 / self.base)
+        return times(1.0, self.base)
 
     @property
     def home(self) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ class SplitMix:
     def _affordable(self, slim: Setup, client: Client) -> int:
         """⌊R_k/r⌋, or as many bases as a budget's other limits allow, M at most."""
         budget = client.budget
-        count = min(self.num_bases, _whole(budget.width / self.base))
+        count = min(self.num_bases, times(budget.width, self.base))
         if not budget.is_width_alone:
             price = cost(slim.model, slim.structure, Subnet(), slim.example)
             total = price
@@ -219,7 +219,7 @@ class SplitMix:
 
     def sampled(self, setup: Setup, state: State, client: Client, visit: int) -> list[int]:
         """Algorithm 2: the deck's next base, and others drawn without replacement."""
-        count = _whole(client.budget.width / self.base)
+        count = times(client.budget.width, self.base)
         first = deck(setup.seed, visit // self.num_bases, self.num_bases)[visit % self.num_bases]
         others = [i for i in range(self.num_bases) if i != first]
         draw = np.random.default_rng(seed_of(setup.seed, state.round, client.id, 2))
@@ -263,7 +263,7 @@ class SplitMix:
 
     def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
         """Algorithm 1, line 11: the mean of the logits of the first ⌊R/r⌋ bases."""
-        count = min(self.num_bases, _whole(width / self.base))
+        count = min(self.num_bases, times(width, self.base))
         if count < 1:
             raise ConfigError(
                 f"the narrowest net is one base of width {self.base:g}, got width {width:g}"
@@ -275,8 +275,3 @@ def deck(seed: int, number: int, size: int) -> list[int]:
     """The bases in the order of the deck's next shuffle (Algorithm 2, line 1)."""
     shuffled = np.random.default_rng(seed_of(seed, number, size, 3)).permutation(size)
     return [int(i) for i in shuffled]
-
-
-def _whole(number: float) -> int:
-    """⌊number⌋, where 2.9999999 is 3."""
-    return int(number + 1e-9)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.customize import bundle
-from fedquilt.customize.mixture import NO_DIAL, Mixture, checked_robustness
+from fedquilt.customize.mixture import Mixture
 from fedquilt.data.population import Population
 from fedquilt.engines.engine import Engine
 from fedquilt.engines.local import LocalEngine
@@ -34,8 +34,12 @@ from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import Example, arguments, named_tensors
 from fedquilt.training.attack import PGD
-from fedquilt.training.dualnorm import set_robustness
-from fedquilt.training.evaluate import has_dial
+from fedquilt.training.dualnorm import (
+    NO_DIAL,
+    checked_robustness,
+    has_dial,
+    set_robustness,
+)
 
 MakeEngine = Callable[[Setup, Population, Path | None], Engine]
 

@@ -14,6 +14,15 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import Example
 
 
+def times(width: float, base: float) -> int:
+    """How often a base goes into a width: ⌊width / base⌋, where 2.9999999 is 3.
+
+    >>> times(1.0, 0.125), times(0.3, 0.1), times(0.1, 0.25)
+    (8, 3, 0)
+    """
+    return int(width / base + 1e-9)
+
+
 @dataclass(frozen=True)
 class Budget:
     """A width, or physical limits, or both; None: no limit.

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from fedquilt.errors import ConfigError
 
+NO_DIAL = "this run's model has no robustness to choose; train one with method.robust = true"
 Share = float | Tensor  # how much of the noise half: a number in [0, 1], as a tensor with no axes
 
 
@@ -155,8 +156,33 @@ def set_robustness(model: nn.Module, value: Share) -> None:
 
     Those are all modules with an attribute ``robustness``. No tensor is touched or copied.
     """
-    for layer in _dialled(model, value):
+    turn(_dialled(model, value), value)
+
+
+def turn(layers: Iterable[nn.Module], value: Share) -> None:
+    """Turns the dial of layers that have one, when the value is known to be good."""
+    for layer in layers:
         vars(layer)["robustness"] = value  # a module's own way to set attributes is slow
+
+
+def dials(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model that have a robustness dial."""
+    return [module for module in _modules(model) if "robustness" in vars(module)]
+
+
+def has_dial(model: nn.Module) -> bool:
+    """Whether a model's robustness can be chosen."""
+    return bool(dials(model))
+
+
+def checked_robustness(value: float) -> float:
+    """The robustness, if it is one."""
+    if not 0 <= value <= 1:
+        raise ConfigError(
+            f"a robustness is a number from 0 (accurate) to 1 (robust), got {value:g}; "
+            "0.5 is between"
+        )
+    return float(value)
 
 
 @contextmanager
@@ -186,11 +212,9 @@ def _dialled(model: nn.Module, value: Share) -> list[nn.Module]:
             "a robustness is one number for the whole batch, got a tensor of shape "
             f"{tuple(value.shape)}; give a number, or a tensor with no axes"
         )
-    if not isinstance(value, Tensor) and not 0 <= value <= 1:
-        raise ConfigError(
-            f"a robustness is a number from 0 (accurate) to 1 (robust), got {value}; 0.5 is between"
-        )
-    layers = [module for module in _modules(model) if "robustness" in module.__dict__]
+    if not isinstance(value, Tensor):
+        checked_robustness(value)
+    layers = dials(model)
     if not layers:
         raise ConfigError(
             f"{type(model).__name__} has no robustness dial; build it with dual(model) or "

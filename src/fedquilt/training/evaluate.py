@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from fedquilt.federation.client import Task, Update
 from fedquilt.training.attack import PGD, frozen
-from fedquilt.training.dualnorm import set_robustness
+from fedquilt.training.dualnorm import has_dial, set_robustness
 from fedquilt.training.losses import cross_entropy, label_mask
+from fedquilt.training.mixing import mixed
 from fedquilt.training.recipe import Workbench
 
 
@@ -83,7 +84,7 @@ class Evaluate:
         with torch.inference_mode():
             answers = [module(x) for module in modules]
             for point, mix in enumerate(mixes, start=first):
-                logits = torch.stack([answers[i] for i in mix]).mean(0)
+                logits = mixed(answers[i] for i in mix)
                 count.add(f"hits:{point}", (logits.argmax(-1) == y).sum())
                 count.add(f"loss:{point}", cross_entropy(logits, y) * len(y))
                 if self.labels is not None:  # zero probability for classes it does not have
@@ -114,18 +115,13 @@ def _attacked(
     for point, mix in enumerate(mixes, start=first):
         chosen = [modules[i] for i in mix]
 
-        def mixed(x: Tensor, chosen: list[nn.Module] = chosen) -> Tensor:
-            return torch.stack([module(x) for module in chosen]).mean(0)
+        def answer(x: Tensor, chosen: list[nn.Module] = chosen) -> Tensor:
+            return mixed(module(x) for module in chosen)
 
         with frozen(nn.ModuleList(chosen)):
-            worse = attack.perturbed(mixed, x, y, generator)
+            worse = attack.perturbed(answer, x, y, generator)
         with torch.inference_mode():
-            count.add(f"robust:{point}", (mixed(worse).argmax(-1) == y).sum())
-
-
-def has_dial(model: nn.Module) -> bool:
-    """Whether a model's robustness can be chosen."""
-    return any(hasattr(layer, "robustness") for layer in model.modules())
+            count.add(f"robust:{point}", (answer(worse).argmax(-1) == y).sum())
 
 
 class _Count:

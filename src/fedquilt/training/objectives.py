@@ -115,14 +115,12 @@ class OnceForAll:
 
     λ is drawn from ``shares`` for the batch, set in the ``conditional`` model, and weighs the terms
     of Eq. 1. The public code draws a λ for each example; one for the batch needs one pass of each
-    kind. Clean inputs go through the clean halves and adversarial ones through the noise halves;
-    ``apart=False`` does as the public code: whatever is trained for λ > 0 goes through the noise
-    halves, clean or not, which is the half that the model uses for λ > 0 afterwards.
+    kind. As there, whatever is trained for λ > 0 goes through the noise halves, clean or not: the
+    half that the model uses for λ > 0 afterwards.
     """
 
     attack: PGD = field(default_factory=PGD)
     shares: tuple[float, ...] = (0.0, 0.2, 0.5, 0.8, 1.0)
-    apart: bool = True
 
     def __post_init__(self) -> None:
         """Refuses shares that are none."""
@@ -142,9 +140,8 @@ class OnceForAll:
         """The loss of Eq. 1 at a trade-off drawn for this batch."""
         drawn = torch.randint(len(self.shares), (), generator=generator, device=generator.device)
         setting = Adversarial(self.attack, self.shares[int(drawn)])
-        clean_path = 0.0 if self.apart else None
         with with_robustness(module, setting.share):
-            return _trade_off(setting, clean_path, module, x, y, own, generator)
+            return _trade_off(setting, None, module, x, y, own, generator)
 
 
 def through(objective: Objective, examples: ClientData) -> Objective:

@@ -30,7 +30,6 @@ class Statistics:
 
     batch_size: int
     epochs: int = 1  # passes over the data, shuffled anew each time
-    home: tuple[str, ...] = ()  # what of it the client keeps for itself as well
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Statistics of each subnet of the task."""
@@ -47,7 +46,6 @@ class Statistics:
             with torch.no_grad(), cumulative(module):
                 for some in rows:
                     module(examples.batch(some)[0])
-            bench.keep(module, subnet, self.home)
             only = type(subnet)(subnet.kept, ONLY_STATISTICS, subnet.own, subnet.owner)
             sent.append(only)
             found.append(bench.tensors(module, only, subnet))
