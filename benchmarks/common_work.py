@@ -4,7 +4,8 @@
 
 FOLDER holds ``work.py`` (the net, the data, which images each client has) and the peers' scripts.
 Each contestant runs in a process of its own, all of them in turn, several times; printed are
-seconds a round (medians) and ratios.
+seconds a round (medians) and ratios. The floor is the bare PyTorch loop in two processes side by
+side, half of the clients each, which send nothing and merge nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -62,6 +64,32 @@ def ours(work: ModuleType, width: float, rounds: int, workers: int) -> float:
     return statistics.median(times[1:])
 
 
+def bare(work: ModuleType, width: float, rounds: int) -> float:
+    """Half of the clients of each round in the bare loop, on one thread."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x, y = work.images()
+    server, local = work.Net(width), work.Net(width)
+    times = []
+    for number in range(rounds + 1):
+        started = time.perf_counter()
+        work.bare_round(
+            server,
+            local,
+            x,
+            y,
+            range(number * work.COHORT, number * work.COHORT + work.COHORT // 2),
+        )
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def side_by_side(command: list[str]) -> float:
+    """Two of the same process at once; the slower one's seconds."""
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    return max(float(json.loads(one.communicate()[0])["bare"]) for one in both)
+
+
 def peer(command: list[str], folder: Path) -> float:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1])
@@ -78,13 +106,17 @@ def main() -> None:
     parser.add_argument("--pfl", type=Path, help="a virtual environment with pfl")
     parser.add_argument("--flower", type=Path, help="a virtual environment with flwr[simulation]")
     parser.add_argument("--ours", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--bare", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = options.folder.resolve()
-    if options.ours is not None:
+    if options.ours is not None or options.bare is not None:
         sys.path.insert(0, str(folder))
         import work
 
-        print(json.dumps({"ours": ours(work, options.ours, options.rounds, options.workers)}))
+        if options.ours is not None:
+            print(json.dumps({"ours": ours(work, options.ours, options.rounds, options.workers)}))
+        else:
+            print(json.dumps({"bare": bare(work, options.bare, options.rounds)}))
         return
     for width in WIDTHS:
         print(json.dumps(compared(width, options)), flush=True)
@@ -101,11 +133,13 @@ def compared(width: float, options: argparse.Namespace) -> dict[str, object]:
     if options.flower:
         script = ["bash", "flower_peer/run.sh", str(options.flower.resolve()), str(width)]
         commands["flower"] = script
-    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    seconds: dict[str, list[float]] = {name: [] for name in (*commands, "two bare loops")}
     for _ in range(options.sittings):
+        floor = side_by_side([*me, "--bare", str(width)])
+        seconds["two bare loops"].append(round(floor, 3))
         for name, command in commands.items():
             seconds[name].append(round(peer(command, folder), 3))
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    medians = {name: round(statistics.median(values), 3) for name, values in seconds.items()}
     row: dict[str, object] = {"width": width, **medians}
     for name in medians:
         if name != "fedquilt":

@@ -432,5 +432,5 @@ def keep_memory() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: keep up to 1 GB that was freed
-            libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: of blocks up to 32 MB
+            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: keep up to 2 GB that was freed
+            libc.mallopt(-4, 0)  # M_MMAP_MAX: also of the largest blocks
