@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from fedquilt.structure.blocks import Block
 from fedquilt.structure.groups import Axis, Group, Size, Span, Structure
 
 
@@ -39,6 +40,7 @@ def as_values(structure: Structure) -> dict[str, Any]:
         "classes": structure.classes,
         "is_exact": structure.is_exact,
         "channels_last": structure.channels_last,
+        "blocks": [asdict(block) for block in structure.blocks.values()],
         "origin": structure.origin and {n: list(shape) for n, shape in structure.origin.items()},
     }
 
@@ -61,5 +63,8 @@ def from_values(values: Mapping[str, Any]) -> Structure:
         sizes=tuple(Size(**{**size, "axis": axes[size["axis"]]}) for size in values["sizes"]),
         is_exact=values["is_exact"],
         channels_last=values["channels_last"],
+        blocks={
+            b["name"]: Block(**{**b, "tensors": tuple(b["tensors"])}) for b in values["blocks"]
+        },
         origin=origin and {name: tuple(shape) for name, shape in origin.items()},
     )

@@ -271,7 +271,8 @@ def _heaviest_first(tasks: Sequence[Task], structure: Structure) -> list[int]:
 
 def _share(subnet: Subnet, structure: Structure) -> float:
     kept = [structure.kept(subnet, g) / structure.groups[g].size for g in structure.cut_groups()]
-    return sum(kept) / len(kept) if kept else 1.0
+    width = sum(kept) / len(kept) if kept else 1.0
+    return width * (1 - len(structure.gone(subnet)) / max(len(structure.shapes), 1))
 
 
 def _packed(parts: Sequence[Params]) -> dict[str, Tensor]:

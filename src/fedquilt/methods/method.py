@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from fedquilt.errors import ConfigError
+from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.federation.average import average
 from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.structure.budget import fit
+from fedquilt.structure.cost import cost
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training.statistics import untracked
@@ -74,6 +75,27 @@ def affordable(setup: Setup, client: Client) -> float:
     """The widest fraction of the model that a client's budget allows."""
     width, _ = fit(setup.model, setup.structure, client.budget, setup.example)
     return width
+
+
+def within(setup: Setup, client: Client, sizes: Mapping[float, Subnet]) -> list[float]:
+    """Of several sizes, as fractions of the model, those that a client can afford; largest first.
+
+    A budget's width is the largest fraction; its physical limits hold for the subnet.
+    """
+    found, budget = [], client.budget
+    for size in sorted(sizes, reverse=True):
+        if size <= budget.width + 1e-9 and (
+            budget.is_width_alone
+            or budget.allows(cost(setup.model, setup.structure, sizes[size], setup.example))
+        ):
+            found.append(size)
+    if not found:
+        smallest = cost(setup.model, setup.structure, sizes[min(sizes)], setup.example)
+        raise BudgetError(
+            f"no size meets {budget} of client {client.id}; the smallest is {min(sizes):g} of the "
+            f"model and costs {smallest}"
+        )
+    return found
 
 
 def trained_sizes(setup: Setup, widths: tuple[float, ...] | None) -> tuple[float, ...]:

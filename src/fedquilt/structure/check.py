@@ -24,6 +24,13 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.errors import StructureError
+from fedquilt.structure.blocks import (
+    WHOLE_MODULE,
+    Block,
+    chosen_blocks,
+    residual_blocks,
+    rewire,
+)
 from fedquilt.structure.channels import Labels
 from fedquilt.structure.cut import build, cells, positions, put
 from fedquilt.structure.groups import Axis, Size, Structure, axis_of, follows, owner_of, traced
@@ -65,6 +72,75 @@ def traced_and_checked(model: nn.Module, example: Example, exclude: tuple[str, .
                 return replace(structure, channels_last=takes_channels_last(model, example))
     assert first is not None
     raise first
+
+
+def with_blocks(
+    model: nn.Module, structure: Structure, example: Example, named: Sequence[str] | None = None
+) -> Structure:
+    """The structure with the blocks that may be skipped.
+
+    Those that were named must pass the check; of those that were found, modules of a class whose
+    blocks do not pass are left alone.
+    """
+    blocks = residual_blocks(model) if named is None else chosen_blocks(model, named)
+    if not blocks:
+        return structure
+    probe = _probe(model, example)
+    alike: dict[tuple[type, int], dict[str, Block]] = {}
+    for name, block in blocks.items():
+        its_class = type(model.get_submodule(block.module))
+        alike.setdefault((its_class, block.number), {})[name] = block
+    try:
+        return _blocks_checked(structure, blocks, model, example, probe)
+    except StructureError:
+        if named is not None:
+            raise
+    for kind in list(alike):
+        try:
+            _blocks_checked(structure, alike[kind], model, example, probe)
+        except StructureError:
+            del alike[kind]
+    sound = {name for some in alike.values() for name in some}
+    return replace(structure, blocks={n: block for n, block in blocks.items() if n in sound})
+
+
+def _blocks_checked(
+    structure: Structure,
+    blocks: dict[str, Block],
+    model: nn.Module,
+    example: Example,
+    probe: _Probe,
+) -> Structure:
+    """Raises unless branches can be told apart and left out, in use and in training.
+
+    Branches times 1 leave the output as it was; without them it is that of branches times 0.
+    """
+    found = replace(structure, blocks=blocks, _names={})
+    one = copy.deepcopy(probe.model)
+    several = [blocks, *([list(blocks)[::2]] if len(blocks) > 1 else [])]
+    try:
+        rewire(one, blocks, (), factors=dict.fromkeys(blocks, 1.0))
+        same = _is_close(_outputs(one, probe.inputs), probe.outputs)
+        for skipped in several if same else ():
+            subnet = Subnet().skipping(*skipped)
+            outputs = _running(found, subnet, probe)
+            zeroed = masked(probe.model, found, subnet)
+            same = same and _is_close(outputs, _outputs(zeroed, probe.inputs))
+    except StructureError:
+        raise
+    except Exception as problem:
+        raise StructureError(
+            f"the blocks {', '.join(blocks)} cannot be skipped: {problem}; name others"
+        ) from problem
+    if not same:
+        whole = any(block.number == WHOLE_MODULE for block in blocks.values())
+        raise StructureError(
+            f"the blocks {', '.join(blocks)} cannot be skipped: without them the model does not "
+            "compute what it does with their branches at zero"
+            + ("; a module named as a block must add something to its first input" if whole else "")
+        )
+    _check_training(model, found, example, Subnet().skipping(*blocks))
+    return found
 
 
 def _traces(
@@ -446,9 +522,10 @@ def _watch(model: nn.Module, running: list[str]) -> None:
 
 
 def masked(model: nn.Module, structure: Structure, subnet: Subnet) -> nn.Module:
-    """The full-size model in which every cell outside the subnet is zero."""
+    """The full-size model in which every cell outside the subnet is zero, and skipped branches."""
     full = copy.deepcopy(model)
-    where = cells(structure, subnet)
+    rewire(full, structure.blocks, (), factors=dict.fromkeys(subnet.skipped, 0.0))
+    where = cells(structure, Subnet(subnet.kept))
     with torch.no_grad():
         for name, tensor in named_tensors(full).items():
             if tensor.ndim and any(axis is not None for axis in structure.axes[name]):
@@ -523,11 +600,14 @@ def _places(axis: Axis | None, structure: Structure, subnet: Subnet) -> list[int
     return [-1 if place is None else order.setdefault(place, len(order)) for place in kept]
 
 
-def _check_training(model: nn.Module, structure: Structure, example: Example) -> None:
+def _check_training(
+    model: nn.Module, structure: Structure, example: Example, subnet: Subnet | None = None
+) -> None:
     """A step of training must be possible for the subnet where it is for the whole model."""
+    subnet = structure.subnet(WIDTHS[-1]) if subnet is None else subnet
     for inputs in training_inputs(arguments(example)):
         try:
-            _backward(build(model, structure, structure.subnet(WIDTHS[-1])), inputs)
+            _backward(build(model, structure, subnet), inputs)
         except Exception as problem:
             try:
                 _backward(copy.deepcopy(model), inputs)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
+from fedquilt.structure.blocks import rewire
 from fedquilt.structure.groups import Axis, Size, Structure
 from fedquilt.structure.layers import resize
 from fedquilt.structure.subnet import Subnet
@@ -143,14 +145,15 @@ def build(
     """The subnet as a dense, smaller module of the same classes.
 
     Values come from ``params`` (global tensors), or from the model itself. Tensors that the subnet
-    leaves out exist in it, cut alike, with the model's own values.
+    leaves out exist in it, cut alike, with the model's own values; those of blocks that it skips
+    are gone.
     """
-    everything = Subnet(subnet.kept, (), subnet.own, subnet.owner)
+    everything = replace(subnet, without=())
     own = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
     values = take({**own, **(params or {})}, structure, everything)
     small: dict[int, object] = {}
     for name, tensor in named_tensors(model).items():
-        value = values[name]
+        value = values.get(name, own[name])
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         small[id(tensor)] = value
@@ -158,6 +161,7 @@ def build(
     resize(built)
     for size in structure.sizes:
         _set_size(built, size, subnet)
+    rewire(built, structure.blocks, subnet.skipped)
     return built
 
 

@@ -1,7 +1,8 @@
-"""What may be cut in a model: width groups, and which group every axis of every tensor follows."""
+"""What may be cut in a model: width groups and the axes that follow them, and blocks."""
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +14,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from fedquilt.errors import StructureError
+from fedquilt.structure.blocks import Block, first_of_each_stage, with_steps
 from fedquilt.structure.channels import FROZEN, Labels
 from fedquilt.structure.subnet import Subnet, prefix
 from fedquilt.structure.trace import Choices, Example, Trace, follow, named_tensors
 
 STATISTICS = ":statistics"  # running statistics of batch normalisation
 NORMS = ":norms"  # batch normalisation: its statistics and its weights
+STEPS = ":steps"  # what the branches of blocks are multiplied by
 OUTPUTS = ":outputs"  # tensors with an axis of the classes
 
 
@@ -55,7 +58,7 @@ class Size:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Width groups of a model, and which of them every axis of every tensor follows."""
+    """Width groups of a model, which of them every axis follows, and blocks that may be skipped."""
 
     groups: Mapping[str, Group]
     axes: Mapping[str, tuple[Axis | None, ...]]  # of every tensor; None: an axis never cut
@@ -66,18 +69,28 @@ class Structure:
     is_exact: bool = True  # nothing is computed across channels: subnet = masked supernet
     channels_last: bool = False  # the model takes images laid out so in memory
     origin: Mapping[str, tuple[int, ...]] | None = None  # shapes in the net it was cut from
+    blocks: Mapping[str, Block] = field(default_factory=dict)  # that may be skipped
     _names: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def trace(model: nn.Module, example: Example, *, exclude: Sequence[str] = ()) -> Structure:
+    def trace(
+        model: nn.Module,
+        example: Example,
+        *,
+        exclude: Sequence[str] = (),
+        blocks: Sequence[str] | None = None,
+    ) -> Structure:
         """The structure of any model, found by following it on an example, and checked there.
 
         Attention is cut inside each head: the number of heads stays. Modules named in ``exclude``
-        are shared whole.
+        are shared whole. Blocks are the branches of residual sums, as far as they can be found; or
+        those that ``blocks`` names, by patterns: residual ones, or modules that as a whole compute
+        something to be added to their input.
         """
-        from fedquilt.structure.check import traced_and_checked
+        from fedquilt.structure.check import traced_and_checked, with_blocks
 
-        return traced_and_checked(model, example, tuple(exclude))
+        structure = traced_and_checked(model, example, tuple(exclude))
+        return with_blocks(model, structure, example, blocks)
 
     @staticmethod
     def declare(
@@ -114,11 +127,16 @@ class Structure:
         self,
         width: float | Mapping[str, float] = 1.0,
         channels: Mapping[str, Iterable[int]] | None = None,
+        *,
+        depth: float = 1.0,
+        blocks: Sequence[str] | None = None,
     ) -> Subnet:
-        """The first ⌈width · size⌉ channels of each group, or the listed channels.
+        """The first ⌈width · size⌉ channels of each group, or the listed channels; and some blocks.
 
         ``width`` is one fraction in (0, 1] for all groups, or one per group (others whole); groups
-        in ``channels`` keep just those.
+        in ``channels`` keep just those. ``depth`` keeps the blocks of the first ⌈depth · n⌉ of
+        the n modules of each stage (each container of blocks); ``blocks`` keeps those that its
+        patterns name.
         """
         chosen: dict[str, int] = {}
         widths = width if isinstance(width, Mapping) else dict.fromkeys(self.cut_groups(), width)
@@ -130,7 +148,44 @@ class Structure:
         subnet = Subnet(tuple(sorted(chosen.items())))
         for name, some in (channels or {}).items():
             subnet = subnet.keeping(name, self._checked(name, some))
-        return subnet
+        kept = self._kept_blocks(depth, blocks)
+        return subnet.skipping(*(name for name in self.blocks if name not in kept))
+
+    def _kept_blocks(self, depth: float, blocks: Sequence[str] | None) -> set[str]:
+        if depth < 1 and not self.blocks:
+            raise StructureError(
+                "no block of this model can be skipped, so it has no depth to cut; name some with "
+                "Structure.trace(..., blocks=[...])"
+            )
+        kept = set(first_of_each_stage(self.blocks, depth))
+        if blocks is not None:
+            for pattern in blocks:
+                if not fnmatch.filter(self.blocks, pattern):
+                    raise StructureError(self._no_block(pattern))
+            kept &= {name for word in blocks for name in fnmatch.filter(self.blocks, word)}
+        return kept
+
+    def _no_block(self, name: str) -> str:
+        known = ", ".join(self.blocks) or "none"
+        return f"the model has no block '{name}' that may be skipped; its blocks are: {known}"
+
+    def with_steps(
+        self, model: nn.Module, *, learnable: bool = True
+    ) -> tuple[nn.Module, Structure]:
+        """The model with a step of 1 for each block, and its structure: x + s · F(x).
+
+        The steps take part in what is built from the two; the model alone does not use them.
+        """
+        stepped = copy.deepcopy(model)
+        blocks = with_steps(stepped, self.blocks, learnable=learnable)
+        steps = [block.step for block in blocks.values() if block.step]
+        return stepped, replace(
+            self,
+            axes={**self.axes, **dict.fromkeys(steps, ())},
+            shapes={**self.shapes, **dict.fromkeys(steps, ())},
+            blocks=blocks,
+            _names={},
+        )
 
     def uncut(self, model: nn.Module) -> Structure:
         """The structure of a net that comes from this one and is never cut itself.
@@ -175,8 +230,14 @@ class Structure:
 
     def names(self, subnet: Subnet) -> list[str]:
         """Tensors that are part of a subnet, in the model's order."""
-        left_out = self.matching(subnet.without)
+        left_out = self.matching(subnet.without) | self.gone(subnet)
         return [name for name in self.shapes if name not in left_out]
+
+    def gone(self, subnet: Subnet) -> frozenset[str]:
+        """Tensors of the blocks that a subnet skips."""
+        skipped = [self.blocks[name] for name in subnet.skipped if name in self.blocks]
+        steps = (block.step for block in skipped if block.step)
+        return frozenset(steps).union(*(block.tensors for block in skipped))
 
     def matching(self, patterns: tuple[str, ...]) -> frozenset[str]:
         """Tensors that the patterns and named sets mean; ``!`` takes some out again."""
@@ -195,6 +256,8 @@ class Structure:
         if word == NORMS:
             layers = {name.rpartition(".")[0] for name in self.statistics}
             return frozenset(name for name in self.shapes if name.rpartition(".")[0] in layers)
+        if word == STEPS:
+            return frozenset(b.step for b in self.blocks.values() if b.step)
         if word == OUTPUTS:
             classes = self.classes
             return frozenset(
@@ -205,7 +268,10 @@ class Structure:
         return frozenset(fnmatch.filter(self.shapes, word))
 
     def validate(self, subnet: Subnet) -> None:
-        """Refuses a subnet that names groups or channels which are not here."""
+        """Refuses a subnet that names groups, channels or blocks which are not here."""
+        for name in subnet.skipped:
+            if name not in self.blocks:
+                raise StructureError(self._no_block(name))
         for name, mask in subnet.kept:
             size = self._group(name).size
             if mask == 0 or mask.bit_length() > size:
@@ -215,7 +281,7 @@ class Structure:
                 )
 
     def describe(self) -> str:
-        """The groups as text: name, channels, and the tensors that follow each."""
+        """The groups as text: name, channels, and the tensors that follow each; and the blocks."""
         lines = []
         for group in self.groups.values():
             where = [
@@ -223,6 +289,8 @@ class Structure:
             ]
             kind = "" if group.is_cut else " (never cut)"
             lines.append(f"{group.name}: {group.size}{kind}: {', '.join(where)}")
+        if self.blocks:
+            lines.append(f"blocks that may be skipped: {', '.join(self.blocks)}")
         return "\n".join(lines)
 
     def _group(self, name: str) -> Group:

@@ -13,19 +13,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Subnet:
-    """A choice of channels per group; what is not mentioned is kept whole.
+    """A choice of channels per group and of blocks; what is not mentioned is kept whole.
 
-    ``kept`` holds one bit per channel of each group that is cut. ``without`` names tensors that are
+    ``kept`` holds one bit per channel of each group that is cut. ``skipped`` names blocks that are
+    left out: not computed, not stored, not sent. ``without`` names tensors that are
     no part of it: not sent, not stitched. The tensors that ``own`` names are not shared with other
     subnets but belong to ``owner``: in the global model their name is ``name@owner``.
     Names in ``without`` and ``own`` may be patterns (``*.bias``) or one of the structure's sets
-    (``:statistics``, ``:outputs``).
+    (``:statistics``, ``:norms``, ``:steps``, ``:outputs``).
     """
 
     kept: tuple[tuple[str, int], ...] = ()
     without: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
     owner: str = ""
+    skipped: tuple[str, ...] = ()
 
     @staticmethod
     def of(channels: Mapping[str, Iterable[int]]) -> Subnet:
@@ -55,6 +57,15 @@ class Subnet:
         rest = tuple(pair for pair in self.kept if pair[0] != group)
         return replace(self, kept=tuple(sorted((*rest, (group, _mask(channels))))))
 
+    def skipping(self, *blocks: str) -> Subnet:
+        """The same subnet without the named blocks either."""
+        return replace(self, skipped=tuple(sorted({*self.skipped, *blocks})))
+
+    @property
+    def shape(self) -> Subnet:
+        """What is built for it: channels and blocks, whatever is shared, sent or owned."""
+        return Subnet(self.kept, skipped=self.skipped)
+
     def leaving(self, *names: str) -> Subnet:
         """The same subnet without the named tensors."""
         return replace(self, without=(*self.without, *(n for n in names if n not in self.without)))
@@ -67,23 +78,25 @@ class Subnet:
         """The subnet as bytes; at most one bit a channel, and less for leading channels."""
         kept = [[g, m.bit_count() if _is_prefix(m) else f"{m:x}"] for g, m in self.kept]
         return json.dumps(
-            [kept, self.without, self.own, self.owner], separators=(",", ":")
+            [kept, self.without, self.own, self.owner, self.skipped], separators=(",", ":")
         ).encode()
 
     @staticmethod
     def decode(data: bytes) -> Subnet:
         """The subnet that ``encode`` wrote."""
-        kept, without, own, owner = json.loads(data)
+        kept, without, own, owner, skipped = json.loads(data)
         masks = ((g, (1 << m) - 1 if isinstance(m, int) else int(m, 16)) for g, m in kept)
-        return Subnet(tuple(masks), tuple(without), tuple(own), owner)
+        return Subnet(tuple(masks), tuple(without), tuple(own), owner, tuple(skipped))
 
     def __repr__(self) -> str:
-        """Leading channels as a count, others as a list."""
+        """Leading channels as a count, others as a list; blocks by name."""
         words = []
         for group, mask in self.kept:
             listed = [str(i) for i in _indices(mask).tolist()]
             prefix = f"first {len(listed)}"
             words.append(f"{group}: {prefix if _is_prefix(mask) else ','.join(listed)}")
+        if self.skipped:
+            words.append(f"skips {', '.join(self.skipped)}")
         if self.without:
             words.append(f"without {', '.join(self.without)}")
         if self.owner:

@@ -63,7 +63,7 @@ class Workbench:
         """A module for each of several subnets, side by side."""
         found: list[nn.Module] = []
         for number, subnet in enumerate(subnets):
-            copy = sum(other.kept == subnet.kept for other in subnets[:number])
+            copy = sum(other.shape == subnet.shape for other in subnets[:number])
             found.append(self.module(subnet, params, home, copy=copy))
         return found
 
@@ -76,10 +76,11 @@ class Workbench:
         the model's own initial values. Subnets of one shape take turns in one module, unless they
         ask for another ``copy`` of it.
         """
-        shape = Subnet(subnet.kept)
+        shape = subnet.shape
         module = self._module(shape, copy)
         load(module, look(params, self.structure, subnet.leaving(*home)))
         left_out = self.structure.matching(subnet.without) | self.structure.matching(home)
+        left_out -= self.structure.gone(subnet)
         if left_out:
             initial, where = named_tensors(self.model), cells(self.structure, shape)
             load(module, {n: view(initial[n].detach(), where[n]) for n in left_out})
@@ -114,7 +115,7 @@ class Workbench:
         """A copy of a module's tensors that are part of a subnet of what it was built for."""
         own = {n: t.detach() for n, t in named_tensors(module).items()}
         names = self.structure.names(subnet)
-        if subnet.kept == built_for.kept:
+        if subnet.shape == built_for.shape:
             return {n: own[n].clone() for n in names}
         where = cells_within(self.structure, built_for, subnet)
         return {n: view(own[n], where[n]).clone() for n in names}

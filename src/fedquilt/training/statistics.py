@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ class Statistics:
             with torch.no_grad(), cumulative(module):
                 for some in rows:
                     module(examples.batch(some)[0])
-            only = type(subnet)(subnet.kept, ONLY_STATISTICS, subnet.own, subnet.owner)
+            only = replace(subnet, without=ONLY_STATISTICS)
             sent.append(only)
             found.append(bench.tensors(module, only, subnet))
         return Update(task.client, tuple(sent), tuple(found), float(len(rows)), {})
