@@ -71,3 +71,15 @@ def test_looking_leaves_the_model_and_the_random_stream_alone():
     assert torch.equal(drawn, torch.rand(1))
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_small_strided_pointwise_convolutions_are_trained_with_channels_first():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1, stride=2), nn.Flatten())
+    assert takes_channels_last(net, torch.zeros(2, 3, 6, 6))
+    narrow = nn.Sequential(nn.Conv2d(3, 7, 3), nn.ReLU(), nn.Conv2d(7, 8, 1, stride=2))
+    assert not takes_channels_last(narrow, torch.zeros(2, 3, 6, 6))
+    seen = []
+    lay_out(narrow)
+    narrow[0].register_forward_hook(lambda layer, inputs, output: seen.append(inputs[0].stride()))
+    narrow(torch.zeros(2, 3, 6, 6))
+    assert seen == [torch.zeros(2, 3, 6, 6).stride()]
