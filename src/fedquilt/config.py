@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin, get_type_hints
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from fedquilt.data.examples import Normalise
@@ -52,6 +52,9 @@ class ModelSection(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str = "heterofl-cnn"
     exclude: tuple[str, ...] = ()
+    blocks: tuple[str, ...] | None = None  # that may be skipped; None: those that are found
+    weights: str | None = None  # a file to start from: .safetensors or a state dict
+    weights_strict: bool = True  # all of it must fit, but for the number of classes
 
 
 class MethodSection(BaseModel):
@@ -74,6 +77,7 @@ class OptimiserSection(_Section):
     milestones: tuple[int, ...] | None = None
     decay: float | None = Field(None, gt=0)
     cosine: bool | None = None
+    falling: float | None = Field(None, gt=0, le=1)
 
 
 class RunSection(_Section):
@@ -198,7 +202,7 @@ def method_of(config: Config) -> Method:
     options = section.model_dump(exclude={"name"})
     accepted = _options(factory)
     _refuse_unknown(f"setting of method {section.name}", options, accepted)
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    options = _typed(options, factory)
     default = _default_optimiser(factory)
     values = {f.name: getattr(default, f.name) for f in fields(default)} | given
     values["clip"] = values["clip"] or None
@@ -214,6 +218,25 @@ def _options(factory: Callable[..., Method]) -> dict[str, Any]:
         for name, p in parameters
         if name != "optimiser" and isinstance(p.default, plain)
     }
+
+
+def _typed(options: Mapping[str, Any], factory: Callable[..., Method]) -> dict[str, Any]:
+    """The options as the types that a method states; it checks choices of words itself."""
+    stated = get_type_hints(factory)  # of a class: its fields
+    found = {}
+    for name, value in options.items():
+        value = tuple(value) if isinstance(value, list) else value
+        try:
+            found[name] = (
+                value
+                if get_origin(stated[name]) is Literal
+                else TypeAdapter(stated[name]).validate_python(value)
+            )
+        except ValidationError as problem:
+            raise ConfigError(
+                f"setting 'method.{name}': {problem.errors()[0]['msg']}, got {value!r}"
+            ) from problem
+    return found
 
 
 def _refuse_unknown(kind: str, given: Iterable[str], accepted: Iterable[str]) -> None:

@@ -42,8 +42,9 @@ def test_resets_are_independent_draws_of_every_weight(name):
     net.reset_parameters()
     for n, p in weights.items():
         assert (p != before[n]).float().mean() > 0.99, n
-        spread = p.std() / before[n].std()
-        assert 0.7 < spread < 1.4, n
+        if p.numel() > 200:  # of fewer numbers the spread says little
+            spread = p.std() / before[n].std()
+            assert 0.7 < spread < 1.4, n
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -61,6 +62,9 @@ def test_constructors_draw_every_layer_once_in_its_place_and_nothing_else(name):
         else:
             continue
         assert torch.equal(layer.weight, twin.weight)
+    for own in net.parameters(recurse=False):  # a ViT's class token and positions come last
+        twin = nn.init.trunc_normal_(torch.empty_like(own), std=0.02)
+        assert torch.equal(own, twin)
     assert torch.equal(torch.rand(()), after)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from fedquilt.errors import ConfigError, unknown
 from fedquilt.models.heterofl import CNN, PreResNet
 from fedquilt.models.mlp import MLP
+from fedquilt.models.nefl import BasicBlock, ResNet, ViT, WideBottleneck
 from fedquilt.models.splitmix import AlexNetBN, DigitsCNN
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -23,6 +24,14 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "preresnet18": partial(PreResNet, (2, 2, 2, 2)),
     "digits-cnn": DigitsCNN,
     "alexnet-bn": AlexNetBN,
+    "resnet18": partial(ResNet, BasicBlock, (2, 2, 2, 2)),
+    "resnet34": partial(ResNet, BasicBlock, (3, 4, 6, 3)),
+    "resnet20": partial(ResNet, BasicBlock, (3, 3, 3), channels=(16, 32, 64), stem="plain"),
+    "resnet56": partial(ResNet, BasicBlock, (9, 9, 9), channels=(16, 32, 64), stem="plain"),
+    "resnet110": partial(ResNet, BasicBlock, (18, 18, 18), channels=(16, 32, 64), stem="plain"),
+    "wideresnet101-2": partial(ResNet, WideBottleneck, (3, 4, 23, 3), stem="imagenet"),
+    "vit-b16": ViT,
+    "vit-small": partial(ViT, image_size=32, patch_size=4, dim=192, depth=6, heads=3, mlp_dim=768),
 }
 
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fedquilt.config import (
     Config,
     as_toml,
@@ -19,19 +21,36 @@ from fedquilt.config import (
 from fedquilt.customize import bundle
 from fedquilt.data.examples import Normalise
 from fedquilt.data.load import Source
-from fedquilt.errors import CheckpointError, DataError
+from fedquilt.errors import CheckpointError, ConfigError, DataError
 from fedquilt.federation.state import Setup
+from fedquilt.methods.method import Method
+from fedquilt.methods.splitmix import SplitMix
+from fedquilt.models.pretrained import Matched, load_pretrained
 from fedquilt.runs import checkpoint
 from fedquilt.runs.loop import Pace, Watch
 from fedquilt.runs.run import Run, fingerprint, last_checkpoint, open_run, prepared, train
 from fedquilt.structure.groups import Structure
 
 
-def ready(config: Config, source: Source, folder: Path, *, resume: bool) -> Callable[[Watch], Run]:
-    """What the settings describe, checked and with its directory; called, it trains to the end."""
+def ready(
+    config: Config,
+    source: Source,
+    folder: Path,
+    *,
+    resume: bool,
+    tell: Callable[[Matched], None] = lambda matched: None,
+) -> Callable[[Watch], Run]:
+    """What the settings describe, checked and with its directory; called, it trains to the end.
+
+    ``tell`` hears what the model has taken from a file of weights.
+    """
     model, example, method = model_of(config), example_of(source), method_of(config)
     population = population_of(config, source)
-    structure = Structure.trace(model, example, exclude=config.model.exclude)
+    structure = Structure.trace(
+        model, example, exclude=config.model.exclude, blocks=config.model.blocks
+    )
+    if config.model.weights is not None and not resume:  # a resumed run has its initial values
+        tell(_pretrained(model, method, config.model.weights, strict=config.model.weights_strict))
     scale = source.train.scale
     if resume and (last := last_checkpoint(folder)) is not None:
         whole = Setup(model, structure, example, population.clients, config.rounds, config.seed)
@@ -53,6 +72,16 @@ def ready(config: Config, source: Source, folder: Path, *, resume: bool) -> Call
         watch=watch,
         about={"config": config.model_dump(mode="json"), "scale": scale and asdict(scale)},
     )
+
+
+def _pretrained(model: nn.Module, method: Method, path: str, *, strict: bool) -> Matched:
+    """Weights of a file, written into the model that the method starts from."""
+    if isinstance(method, SplitMix):
+        raise ConfigError(
+            "splitmix draws the initial values of all its bases anew, so that it would not use "
+            f"model.weights = '{path}'; leave it out, or choose a method such as heterofl"
+        )
+    return load_pretrained(model, path, strict=strict)
 
 
 def _remember(config: Config, folder: Path, *, resume: bool) -> None:
