@@ -566,7 +566,7 @@ def test_customize_refuses_a_file_that_it_cannot_write(finished, tmp_path):
         (["train", "--set", "epochs"], ["NAME=VALUE"]),
         (["train", "none.toml"], ["none.toml", "does not exist"]),
         (["train", "--rond", "3"], ["--rond", "--rounds"]),
-        (["cost", "--model", "resnet18"], ["'resnet18'", "preresnet18"]),
+        (["cost", "--model", "resnet19"], ["'resnet19'", "preresnet18"]),
         (["cost", "--model", "mlp", "--width", "0"], ["(0, 1]", "got 0"]),
         (["cost", "--model", "mlp", "--width", "-1"], ["(0, 1]", "got -1"]),
         (["cost", "--model", "mlp", "--width", "2"], ["(0, 1]", "got 2"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import shlex
 import signal
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from fractions import Fraction
+from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +29,7 @@ from fedquilt.config import (
     dotted,
     example_of,
     fitted,
+    method_of,
     model_of,
     override,
     population_of,
@@ -41,6 +44,8 @@ from fedquilt.data.load import Source
 from fedquilt.errors import CheckpointError, ConfigError, FedquiltError
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.accuracy import cost_of as price_of
+from fedquilt.federation.state import Setup
+from fedquilt.models.pretrained import Matched
 from fedquilt.report import tables
 from fedquilt.report.page import write as write_report
 from fedquilt.report.progress import Watch
@@ -58,6 +63,7 @@ from fedquilt.runs.run import Run
 from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cost import cost as cost_of
 from fedquilt.structure.groups import Structure
+from fedquilt.structure.subnet import Subnet
 from fedquilt.training.attack import PGD
 from fedquilt.training.dualnorm import checked_robustness
 
@@ -66,6 +72,8 @@ IMAGES = {  # what the papers feed these nets
     "mlp": (1, 28, 28),
     "digits-cnn": (3, 28, 28),
     "alexnet-bn": (3, 256, 256),
+    "wideresnet101-2": (3, 224, 224),
+    "vit-b16": (3, 224, 224),
 }
 COLOUR_IMAGES = (3, 32, 32)  # and all others
 
@@ -289,6 +297,12 @@ def cost(
         str | None, typer.Option("--input", help="Or the shape of one input: 1,28,28.")
     ] = None,
     classes: Annotated[int, typer.Option(min=1, help="And the number of classes.")] = 10,
+    method: Annotated[
+        str | None, typer.Option(help="The sizes of this method, such as nefl; with --set method.…")
+    ] = None,
+    depth: Annotated[
+        float, typer.Option(help="The share of the blocks of each stage that is kept.")
+    ] = 1.0,
     settings: Settings = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples in a training step.")] = 10,
     params: ParamsLimit = None,
@@ -302,22 +316,43 @@ def cost(
     limits = _given({"params": params, "macs": macs, "memory": memory, "upload": upload})
     if limits and len(sizes) > 1:
         raise ConfigError("limits find the width, so give at most one --width with them")
-    config = checked(override({}, {"model.name": model, **_assignments(settings)}))
+    named = {} if method is None else {"method.name": method}
+    config = checked(override({}, {"model.name": model, **named, **_assignments(settings)}))
     config, example = _inputs(config, data, shape, classes)
     net = model_of(config)
-    structure = Structure.trace(net, example, exclude=config.model.exclude)
-    if limits:
-        budget = Budget(sizes[0], **limits)
-        sizes = (fit(net, structure, budget, example, batch_size=batch_size)[0],)
-    rows = []
-    for size in sizes:
-        subnet = structure.subnet(size)
-        price = cost_of(net, structure, subnet, example, batch_size=batch_size)
-        rows.append({"width": size, **asdict(price)})
+    traced = partial(Structure.trace, exclude=config.model.exclude, blocks=config.model.blocks)
+    structure = traced(net, example)
+    rows: list[dict[str, float]] = []
+    if method is not None:
+        if width or limits or depth != 1:
+            raise ConfigError("a method has its own sizes; leave out --width, --depth and limits")
+        rows = _sizes_of(config, Setup(net, structure, example, (), 1, config.seed), batch_size)
+    else:
+        if limits:
+            budget = Budget(sizes[0], **limits)
+            sizes = (fit(net, structure, budget, example, batch_size=batch_size)[0],)
+        for size in sizes:
+            subnet = structure.subnet(size, depth=depth)
+            price = cost_of(net, structure, subnet, example, batch_size=batch_size)
+            rows.append({"width": size, **asdict(price)})
     if as_json:
         _print_json(rows[0] if len(rows) == 1 else {"model": model, "sizes": rows})
     else:
         _console().print(tables.sizes(rows))
+
+
+def _sizes_of(config: Config, setup: Setup, batch_size: int) -> list[dict[str, float]]:
+    """What each size of a method costs, and its share of the whole model's parameters."""
+    method = method_of(config)
+    setup = method.prepared(setup)
+    price = partial(cost_of, setup.model, setup.structure, batch_size=batch_size)
+    whole = price(Subnet(), setup.example).params
+    rows: list[dict[str, float]] = []
+    for size in method.sizes(setup):
+        parts = [price(subnet, setup.example) for subnet in method.mix(setup, size)]
+        total = reduce(operator.add, parts)
+        rows.append({"width": size, "share": total.params / whole, **asdict(total)})
+    return rows
 
 
 @app.command(
@@ -508,8 +543,10 @@ def _watched(
 ) -> Run:
     """A run trained to its end, with its progress on the console."""
     with _stoppable(folder, config.rounds):
-        train_it = ready(config, source, folder, resume=resume)
+        matched: list[Matched] = []
+        train_it = ready(config, source, folder, resume=resume, tell=matched.append)
         _say(console, f"{config.method.name} on {source.name}, seed {config.seed}, in {folder}")
+        _say(console, *map(str, matched))
         with Watch(console, config.rounds) as watch:
             return train_it(watch)
 

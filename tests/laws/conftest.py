@@ -28,8 +28,14 @@ WIDTHS = (1.0, 0.5, 0.5, 0.25, 0.25)
 EXAMPLES = (8, 9, 6, 10, 5)
 LABELS = ((0, 1, 2, 3), (0, 1), (1, 2), (0, 3), (1,))
 
+EXITS = ("features.0", "features.2", "features.3")
 METHODS: dict[str, Method] = {
+    "depthfl": fq.DepthFL(OPTIMISER, fraction=0.8, at=EXITS),
+    "depthfl feddyn": fq.DepthFL(OPTIMISER, fraction=1.0, at=EXITS, feddyn=0.1),
+    "depthfl last": fq.DepthFL(OPTIMISER, fraction=1.0, at=EXITS, only_last=True),
     "fedavg": fq.FedAvg(OPTIMISER, fraction=1.0, width=0.5),
+    "fjord": fq.FjORD(OPTIMISER, fraction=0.8),
+    "fjord plain": fq.FjORD(OPTIMISER, fraction=1.0, distil=False, own="norms"),
     "heterofl": fq.HeteroFL(OPTIMISER, fraction=1.0),
     "heterofl dynamic": fq.HeteroFL(
         OPTIMISER, fraction=0.6, assignment="dynamic", widths=(0.25, 0.5, 1.0)
@@ -38,6 +44,15 @@ METHODS: dict[str, Method] = {
     "standalone": fq.standalone(OPTIMISER, fraction=0.6, width=0.25),
     "fedavg-at": fq.fedavg_at(OPTIMISER, steps=2),
     "fedavg-oat": fq.fedavg_oat(OPTIMISER, width=0.5, steps=2),
+    "nefl": fq.NeFL(OPTIMISER, fraction=0.8, gammas=(0.25, 0.5, 1.0), tolerance=0.1),
+    "nefl by depth": fq.NeFL(
+        OPTIMISER,
+        fraction=1.0,
+        scaling="prefix",
+        gammas=(0.2, 1.0),
+        step_start="ode",
+        assignment="fixed",
+    ),
     "sheterofl": fq.SHeteroFL(OPTIMISER, fraction=0.8),
     "sheterofl tracked": fq.SHeteroFL(OPTIMISER, statistics="tracked"),
     "splitmix": fq.SplitMix(OPTIMISER, fraction=0.6, base=0.25, together=False),
@@ -61,10 +76,21 @@ class Net(nn.Module):
             nn.BatchNorm2d(second),
             nn.ReLU(),
         )
+        self.blocks = nn.Sequential(Residual(second), Residual(second))
         self.classifier = nn.Linear(second, NUM_CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.features(x).mean((2, 3)))
+        return self.classifier(self.blocks(self.features(x)).mean((2, 3)))
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.conv(x)).relu()
 
 
 def drawn(labels: tuple[int, ...], count: int, seed: int) -> Any:

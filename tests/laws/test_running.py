@@ -169,7 +169,7 @@ def spoilt(case, update: Update, how: str, number: int) -> Update | None:
         wider = replace(subnet, kept=())
         is_narrow = shapes(structure, wider) != shapes(structure, subnet)
         return changed(wider) if is_narrow else None
-    floats = [n for n, t in tensors.items() if t.is_floating_point()]
+    floats = [n for n, t in tensors.items() if t.is_floating_point() and t.ndim]
     if not floats:
         return None
     victim = tensors.pop(floats[-1]).clone()

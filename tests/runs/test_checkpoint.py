@@ -35,6 +35,21 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
         assert found.state.params[name].numpy().tobytes() == tensor.numpy().tobytes()
 
 
+def test_what_the_server_keeps_for_itself_is_saved_apart_and_checked(tmp_path):
+    plain = checkpoint()
+    state = replace(plain.state, server={"a": torch.tensor([0.5, -0.0, 2.0])})
+    path = save(tmp_path, replace(plain, state=state), "f")
+    found = load(path, "f").state
+    assert found.server["a"].numpy().tobytes() == state.server["a"].numpy().tobytes()
+    assert set(found.params) == set(plain.state.params)
+    damaged = bytearray((path / "server.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (path / "server.safetensors").write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"server\.safetensors is damaged"):
+        load(path, "f")
+    assert load(save(tmp_path, checkpoint(9), "f")).state.server == {}
+
+
 def test_the_last_two_stay(tmp_path):
     for round in (2, 10, 9, 100):
         save(tmp_path, checkpoint(round), "f")

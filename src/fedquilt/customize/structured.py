@@ -64,7 +64,8 @@ def from_values(values: Mapping[str, Any]) -> Structure:
         is_exact=values["is_exact"],
         channels_last=values["channels_last"],
         blocks={
-            b["name"]: Block(**{**b, "tensors": tuple(b["tensors"])}) for b in values["blocks"]
+            b["name"]: Block(**{**b, "tensors": tuple(b["tensors"])})
+            for b in values.get("blocks", ())
         },
         origin=origin and {name: tuple(shape) for name, shape in origin.items()},
     )

@@ -58,3 +58,4 @@ class State:
     phase: str
     params: Mapping[str, Tensor]  # global tensors; a subnet's own are called name@owner
     memory: Mapping[str, Any] = field(default_factory=dict)  # a method's own, as JSON values
+    server: Mapping[str, Tensor] = field(default_factory=dict)  # a method's own, no part of a model

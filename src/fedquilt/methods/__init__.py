@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fedquilt.methods.adversarial import fedavg_at, fedavg_oat
+from fedquilt.methods.depthfl import DepthFL
 from fedquilt.methods.fedavg import FedAvg
+from fedquilt.methods.fjord import FjORD
 from fedquilt.methods.heterofl import HeteroFL
 from fedquilt.methods.method import Method
+from fedquilt.methods.nefl import NeFL
 from fedquilt.methods.personal import lg_fedavg, standalone
 from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
 
 METHODS: dict[str, Callable[..., Method]] = {
+    "depthfl": DepthFL,
     "fedavg": FedAvg,
     "fedavg-at": fedavg_at,
     "fedavg-oat": fedavg_oat,
+    "fjord": FjORD,
     "heterofl": HeteroFL,
     "lg-fedavg": lg_fedavg,
+    "nefl": NeFL,
     "sheterofl": SHeteroFL,
     "splitmix": SplitMix,
     "standalone": standalone,
@@ -25,9 +31,12 @@ METHODS: dict[str, Callable[..., Method]] = {
 
 __all__ = [
     "METHODS",
+    "DepthFL",
     "FedAvg",
+    "FjORD",
     "HeteroFL",
     "Method",
+    "NeFL",
     "SHeteroFL",
     "SplitMix",
     "fedavg_at",

@@ -139,6 +139,15 @@ def by_group(runs: Mapping[str, Mapping[str, float]]) -> Figure:
     )
 
 
+def by_block(title: str, y: str, sizes: Mapping[str, Mapping[str, float]]) -> list[Figure]:
+    """A value of every block, one series for each size; nothing for blocks that it skips."""
+    places = tuple(dict.fromkeys(block for blocks in sizes.values() for block in blocks))
+    if not places:
+        return []
+    series = {f"x{s}": [blocks.get(b, 0.0) for b in places] for s, blocks in sizes.items()}
+    return [Bars(title, y, places, series)]
+
+
 def draw(figure: Figure, path: Path) -> None:
     """Writes the picture."""
     with _axes(figure, path) as panels:

@@ -14,7 +14,7 @@ from fedquilt.errors import CheckpointError
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.clients import ClientScore
 from fedquilt.report import figures
-from fedquilt.report.tables import COLUMNS
+from fedquilt.report.tables import COLUMNS, percent
 
 STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:64em;margin:2em auto;padding:0 1em}"
@@ -33,6 +33,8 @@ class Story:
     progress: Sequence[tuple[float, SizeScore]] = ()  # seconds, and the largest net's score then
     clients: Sequence[ClientScore] = ()
     shares: Mapping[str, float] = field(default_factory=dict)
+    steps: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # size -> block -> step
+    weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # mean absolute ones
 
 
 def write(folder: Path, stories: Sequence[Story]) -> Path:
@@ -64,6 +66,10 @@ def _figures(stories: Sequence[Story]) -> list[figures.Figure]:
         found.append(figures.by_client({s.name: s.clients for s in stories}))
     if any(len(s.shares) > 1 for s in stories):
         found.append(figures.by_group({s.name: s.shares for s in stories}))
+    for story in stories:
+        found += figures.by_block(f"Step sizes of {story.name}", "step size", story.steps)
+        title = f"Mean absolute weights of {story.name}"
+        found += figures.by_block(title, "mean |weight|", story.weights)
     return found
 
 
@@ -77,6 +83,7 @@ def _page(stories: Sequence[Story], pictures: Sequence[tuple[str, Path]]) -> str
     for story in stories:
         facts = ", ".join(f"{k} {v}" for k, v in story.about.items())
         parts += [f"<h2>{html.escape(story.name)}</h2><p>{html.escape(facts)}</p>", _table(story)]
+        parts.append(_summary(story))
     for title, path in pictures:
         image = base64.b64encode(path.read_bytes()).decode()
         parts.append(
@@ -84,6 +91,14 @@ def _page(stories: Sequence[Story], pictures: Sequence[tuple[str, Path]]) -> str
             f'<img alt="{html.escape(title)}" src="data:image/png;base64,{image}">'
         )
     return "\n".join(parts)
+
+
+def _summary(story: Story) -> str:
+    """The worst size and the mean over sizes."""
+    known = [a for s in story.scores if (a := figures.accuracy_of(s)) is not None]
+    if len(known) < 2 or any(score.robustness for score in story.scores):
+        return ""
+    return f"<p>worst {percent(min(known))}, mean {percent(sum(known) / len(known))}</p>"
 
 
 def _table(story: Story) -> str:

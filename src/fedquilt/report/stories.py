@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedquilt.data.population import Population
 from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.blocks import mean_weights, step_sizes
 from fedquilt.evaluation.clients import trained_shares
 from fedquilt.report.page import Story
 from fedquilt.report.records import final_scores
@@ -22,15 +24,20 @@ def told(
     assert run.folder is not None
     about = {"method": run.about["method"], "rounds": run.setup.rounds, "seed": run.seed}
     scores = _evaluated(run.folder) or final_scores(run.folder)
-    if population is None:
-        return Story(name, about, scores, list(progress(run.folder)))
-    return Story(
+    story = Story(
         name,
         about,
         scores,
         list(progress(run.folder)),
-        run.by_client(population, workers=workers),
-        trained_shares(run.planned(population), run.method),
+        steps=step_sizes(run.setup, run.method, run.state),
+        weights=mean_weights(run.setup, run.method, run.state),
+    )
+    if population is None:
+        return story
+    return replace(
+        story,
+        clients=run.by_client(population, workers=workers),
+        shares=trained_shares(run.planned(population), run.method),
     )
 
 

@@ -35,6 +35,7 @@ def percent(value: float | None) -> str:
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "width": ("width", "{:g}".format),
     "robustness": ("robustness", "{:g}".format),
+    "share": ("of the\nparameters", "{:.3f}".format),
     "params": ("parameters", "{:,}".format),
     "macs": ("MACs", prefixed),
     "bytes": ("upload", lambda value: prefixed(value, "B")),

@@ -51,6 +51,8 @@ def save(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
             "kept": {str(c): v for c, v in checkpoint.kept.items()},
             "sha256": digest,
         }
+        if state.server:
+            about["server"] = write_tensors(part / "server.safetensors", state.server)
         write_text(part / "state.json", json.dumps(about, indent=1, sort_keys=True))
         _remove(final)
         part.rename(final)
@@ -94,7 +96,9 @@ def load(path: Path, fingerprint: str | None = None) -> Checkpoint:
             "resume with the settings it was started with, or choose another --out"
         )
     params = read_tensors(path / "params.safetensors", about["sha256"])
-    state = State(about["round"], about["phase"], params, about["memory"])
+    digest = about.get("server")  # few methods keep tensors on the server
+    server = {} if digest is None else read_tensors(path / "server.safetensors", digest)
+    state = State(about["round"], about["phase"], params, about["memory"], server)
     return Checkpoint(state, {int(c): v for c, v in about["kept"].items()})
 
 

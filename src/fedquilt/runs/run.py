@@ -20,7 +20,7 @@ from fedquilt.customize.mixture import Mixture
 from fedquilt.data.population import Population
 from fedquilt.engines.engine import Engine
 from fedquilt.engines.local import LocalEngine
-from fedquilt.errors import CheckpointError, ConfigError, TrainingError
+from fedquilt.errors import BudgetError, CheckpointError, ConfigError, TrainingError
 from fedquilt.evaluation.accuracy import SizeScore, accuracy_by_client, cost_of, evaluate
 from fedquilt.evaluation.clients import ClientScore, client_scores
 from fedquilt.federation.client import Client
@@ -109,7 +109,8 @@ class Run:
     def _tensors(self, subnet: Subnet) -> dict[str, Tensor]:
         """The global tensors that a subnet is cut from; no others are read."""
         structure, params = self.setup.structure, self.state.params
-        names = {name: source_name(name, structure, subnet) for name in structure.shapes}
+        there = (name for name in structure.shapes if name not in structure.gone(subnet))
+        names = {name: source_name(name, structure, subnet) for name in there}
         wanted = (own if own in params else name for name, own in names.items())
         return {name: params[name] for name in wanted if name in params}
 
@@ -121,7 +122,11 @@ class Run:
                 price = cost_of(setup, self.method.mix(setup, width))
                 if width <= budget.width and budget.allows(price):
                     return width
-        return fit(setup.model, setup.structure, budget, setup.example)[0]
+        width = fit(setup.model, setup.structure, budget, setup.example)[0]
+        price = cost_of(setup, self.method.mix(setup, width))
+        if not budget.allows(price):
+            raise BudgetError(f"no size meets {budget}; the one nearest to it costs {price}")
+        return width
 
     def evaluate(
         self,
@@ -147,7 +152,7 @@ class Run:
             )
         for value in robustness:
             self._dial(value)
-        kept = {int(c): v for c, v in self.about.get("kept", {}).items()}
+        kept = self._kept()
         if kept and self.folder is None:
             raise ConfigError(
                 "the clients' own models ended with the run, which was kept nowhere; its scores "
@@ -178,7 +183,7 @@ class Run:
         """What each client trained and sent, and the largest net's accuracy on its own data."""
         setup = self.planned(population)
         with closing(local_engine(workers)(setup, population, self._clients_folder())) as engine:
-            engine.restore({int(c): v for c, v in self.about.get("kept", {}).items()})
+            engine.restore(self._kept())
             accuracy = accuracy_by_client(
                 setup, self.method, self.state, engine, population.testers
             )
@@ -192,6 +197,11 @@ class Run:
     def _with_clients(self, clients: tuple[Client, ...]) -> Setup:
         s = self.setup
         return Setup(s.model, s.structure, s.example, clients, s.rounds, s.seed)
+
+    def _kept(self) -> dict[int, int]:
+        """The versions of what clients keep, if that is part of their models."""
+        kept = self.about.get("kept", {}) if self.method.home else {}
+        return {int(c): v for c, v in kept.items()}
 
     def _clients_folder(self) -> Path | None:
         return None if self.folder is None else self.folder / "clients"
@@ -219,6 +229,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     exclude: tuple[str, ...] = (),
+    blocks: tuple[str, ...] | None = None,
     structure: Structure | None = None,
     pace: Pace | None = None,
     watch: Watch = ignore,
@@ -229,12 +240,13 @@ def train(
 
     ``example`` is an input like the clients' (its first axis is the batch). With ``out`` the run is
     kept in that directory and can be resumed there. ``workers`` processes do the clients' work, one
-    per core by default; 0 means this process. The model given is left as it is.
+    per core by default; 0 means this process. ``exclude`` and ``blocks`` are what
+    ``Structure.trace`` takes. The model given is left as it is.
     """
     if rounds < 1:
         raise ConfigError(f"a run has at least one round, got {rounds}")
     model = copy.deepcopy(model)
-    found = structure or Structure.trace(model, example, exclude=exclude)
+    found = structure or Structure.trace(model, example, exclude=exclude, blocks=blocks)
     folder = None if out is None else prepared(Path(out), resume=resume)
     _remember_initial(model, folder, resume=resume)
     whole = Setup(model, found, example, clients.clients, rounds, seed)

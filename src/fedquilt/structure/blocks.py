@@ -9,18 +9,31 @@ A block with a step computes ``x + s · F(x)``.
 from __future__ import annotations
 
 import fnmatch
-import inspect
+import functools
 import math
 import operator
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fedquilt.errors import StructureError
+from fedquilt.structure.code import (
+    TRANSFORMERS,
+    all_tensors,
+    has_code,
+    is_in,
+    join,
+    likeness,
+)
+from fedquilt.structure.code import Unreadable as Unreadable  # so that others find them here
+from fedquilt.structure.code import code_of as code_of
+from fedquilt.structure.code import compiled as compiled
+from fedquilt.structure.sums import Branch, Sum, branches_of, sums_of
 
 WHOLE_MODULE = -1
 BY_MODULE = -2
@@ -30,8 +43,9 @@ BY_MODULE = -2
 class Block:
     """A branch that may be skipped, and the tensors that are gone with it.
 
-    ``module`` makes the sum, its residual sum ``number``; or it is a block as a whole
-    (``WHOLE_MODULE``), declared by the user: skipped, it gives back its first input; or it knows
+    ``module`` makes the sum: ``number`` of those in its code whose two sides come from one place,
+    and the branch is its left (0) or right (1) ``side``. Or the module is a block as a whole
+    (``WHOLE_MODULE``), declared by the user: skipped, it gives back its first input. Or it knows
     itself how to do without the part (``BY_MODULE``): its ``leave_out(name)`` is called. ``step``
     names the tensor that the branch is multiplied by, if there is one.
     """
@@ -41,6 +55,7 @@ class Block:
     number: int
     tensors: tuple[str, ...]
     step: str | None = None
+    side: int = 0
 
 
 def residual_blocks(model: nn.Module) -> dict[str, Block]:
@@ -57,19 +72,33 @@ def residual_blocks(model: nn.Module) -> dict[str, Block]:
     ('1.conv.weight', '1.conv.bias')
     """
     shared = _shared_tensors(model)
-    found: list[Block] = []
+    known: dict[Any, list[Branch]] = {}  # modules that are alike are read once
+    found: list[tuple[str, Branch]] = []
     for path, module in model.named_modules():
-        try:
-            sums = _sums_of(module)
-        except _Unreadable:
-            continue
-        for number, total in enumerate(sums):
-            names = tuple(_join(path, name) for name in _tensors_of(total, module))
-            if shared.isdisjoint(names):
-                last = total.last_module(module)
-                name = path if len(sums) == 1 and path else _join(path, last)
-                found.append(Block(name, path, number, names))
-    return {block.name: block for block in found}
+        key = likeness(module) if has_code(module) else type(module)
+        branches = known[key] if key in known else branches_of(module)
+        if key is not None:
+            known[key] = branches
+        found += [
+            (path, branch)
+            for branch in branches
+            if shared.isdisjoint(join(path, name) for name in branch.tensors)
+        ]
+    return _named(found)
+
+
+def _named(found: Sequence[tuple[str, Branch]]) -> dict[str, Block]:
+    """Blocks by name: their module's, or if it has several (or is the root) their branch's."""
+    counts = Counter(path for path, _ in found)
+    alone = {path for path, count in counts.items() if path and count == 1}
+    blocks: dict[str, Block] = {}
+    for path, branch in found:
+        name = path if path in alone else join(path, branch.end)
+        while name in blocks or (name in alone and name != path):
+            name = f"{name}_sum"  # a branch that ends with a block
+        tensors = tuple(join(path, tensor) for tensor in branch.tensors)
+        blocks[name] = Block(name, path, branch.number, tensors, side=branch.side)
+    return blocks
 
 
 def chosen_blocks(model: nn.Module, patterns: Sequence[str]) -> dict[str, Block]:
@@ -79,37 +108,55 @@ def chosen_blocks(model: nn.Module, patterns: Sequence[str]) -> dict[str, Block]
     chosen: dict[str, Block] = {}
     for pattern in patterns:
         names = fnmatch.filter(known, pattern)
-        whole = [] if names else fnmatch.filter([name for name in modules if name], pattern)
+        whole = [] if names else _outermost(fnmatch.filter([n for n in modules if n], pattern))
         if not names and not whole:
             raise StructureError(
                 f"blocks names '{pattern}', which is no module and no residual block of the model; "
                 f"its residual blocks are: {', '.join(known) or 'none'}"
             )
         chosen |= {name: known[name] for name in names}
-        for name in whole:
-            tensors = (*modules[name].named_parameters(), *modules[name].named_buffers())
-            inside = tuple(_join(name, tensor) for tensor, _ in tensors)
-            chosen[name] = Block(name, name, WHOLE_MODULE, inside)
+        chosen |= {name: _whole(name, model) for name in whole}
     order = {name: i for i, name in enumerate(modules)}
     return dict(sorted(chosen.items(), key=lambda item: (order[item[1].module], item[1].number)))
+
+
+def _outermost(names: Sequence[str]) -> list[str]:
+    return [n for n in names if not any(n != other and is_in(n, other) for other in names)]
+
+
+def _whole(name: str, model: nn.Module) -> Block:
+    """A module as a block of its own, all of its tensors with it."""
+    every = all_tensors(model)
+    inside = {tensor: value for tensor, value in every.items() if is_in(tensor, name)}
+    others = {id(value): tensor for tensor, value in every.items() if tensor not in inside}
+    for tensor, value in inside.items():
+        if id(value) in others:
+            raise StructureError(
+                f"module '{name}' shares '{tensor}' with '{others[id(value)]}', so it cannot be "
+                "skipped; name modules with weights of their own"
+            )
+    names = {id(value): tensor for tensor, value in reversed(inside.items())}  # one for each
+    return Block(name, name, WHOLE_MODULE, tuple(n for n in inside if n in names.values()))
 
 
 def step_name(block: Block, blocks: Iterable[Block]) -> str:
     """The name of a block's step: ``step``, or after the branch where a module has several."""
     alone = sum(other.module == block.module for other in blocks) == 1
     branch = block.name[len(block.module) :].strip(".").replace(".", "_")
-    return _join(block.module, "step" if alone else f"{branch}_step")
+    return join(block.module, "step" if alone else f"{branch}_step")
 
 
 def with_steps(
     model: nn.Module, blocks: Mapping[str, Block], *, learnable: bool
 ) -> Mapping[str, Block]:
     """Puts a step of 1 into the module of every block, in place; the blocks that name them."""
-    stepped = {}
+    steps: dict[str, str] = {}
     for name, block in blocks.items():
-        step = step_name(block, blocks.values())
+        if block.number == BY_MODULE:
+            continue  # it is no branch
+        steps[name] = step_name(block, blocks.values())
         module = model.get_submodule(block.module)
-        attribute = step.rpartition(".")[2]
+        attribute = steps[name].rpartition(".")[2]
         if hasattr(module, attribute):
             raise StructureError(
                 f"module '{block.module}' has something named '{attribute}' already, so its block "
@@ -117,8 +164,26 @@ def with_steps(
             )
         value = nn.Parameter(torch.ones(()), requires_grad=learnable)
         module.register_parameter(attribute, value)
-        stepped[name] = replace(block, step=step)
-    return stepped
+    return {
+        name: replace(
+            block,
+            step=steps.get(name),
+            tensors=(
+                *block.tensors,
+                *(steps[inner] for inner in steps if _goes_with(blocks[inner], block)),
+            ),
+        )
+        for name, block in blocks.items()
+    }
+
+
+def _goes_with(inner: Block, outer: Block) -> bool:
+    """Whether one block is gone with another, in whose branch it lies."""
+    if inner is outer or not set(inner.tensors) <= set(outer.tensors):
+        return False
+    if inner.module == outer.module:
+        return outer.number == WHOLE_MODULE or WHOLE_MODULE < inner.number < outer.number
+    return is_in(inner.module, outer.module)
 
 
 def rewire(
@@ -133,273 +198,146 @@ def rewire(
     ``factors`` multiplies branches by constants instead, for comparison: a skipped block must
     compute what one with factor 0 does.
     """
+    factors = factors or {}
     by_module: dict[str, list[Block]] = {}
     for block in blocks.values():
-        if block.name in skipped or block.step or (factors and block.name in factors):
+        if block.name in skipped or block.step or block.name in factors:
             by_module.setdefault(block.module, []).append(block)
-    inmost_first = sorted(by_module, key=lambda path: -path.count(".") - bool(path))
-    for path in inmost_first:
+    programs: dict[Hashable, _Program] = {}  # modules that are alike share one
+    for path in sorted(by_module, key=lambda path: -path.count(".") - bool(path)):  # inmost first
         module = model.get_submodule(path)
         for block in by_module[path]:
             if block.number == BY_MODULE:
                 module.leave_out(block.name)  # type: ignore[operator]
-        edits = [_edit(block, skipped, factors or {}) for block in by_module[path]]
-        if by_module[path][0].number == WHOLE_MODULE:
-            _rewire_whole(module, edits[0])
-        elif by_module[path][0].number != BY_MODULE:
-            _rewire_sums(module, edits)
+        of_sums = tuple(_edit(b, skipped, factors) for b in by_module[path] if b.number >= 0)
+        if of_sums:
+            _rewire_sums(module, of_sums, programs)
         for block in by_module[path]:
-            if block.name in skipped and block.step:
-                module._parameters.pop(block.step.rpartition(".")[2], None)
+            if block.number == WHOLE_MODULE:
+                _rewire_whole(module, _edit(block, skipped, factors))
+    gone = {name for block in skipped for name in blocks[block].tensors}
+    for name in gone.union(blocks[block].step or "" for block in skipped):
+        _forget(model, name)
+    for path, encoder in model.named_modules():
+        first = join(path, "layers.0")
+        if isinstance(encoder, nn.TransformerEncoder) and any(is_in(name, first) for name in gone):
+            encoder.use_nested_tensor = False  # it would ask its first layer for all its tensors
 
 
 @dataclass(frozen=True)
 class _Edit:
-    """What happens to one residual sum: its branch goes, or is multiplied."""
+    """What happens to one sum: its branch goes, or is multiplied."""
 
     number: int
+    side: int
     skip: bool
     factor: str | float | None  # the name of a tensor of the module, or a constant
 
 
 def _edit(block: Block, skipped: Collection[str], factors: Mapping[str, float]) -> _Edit:
     attribute = block.step and block.step.rpartition(".")[2]
-    return _Edit(block.number, block.name in skipped, factors.get(block.name, attribute))
-
-
-class _Unreadable(Exception):
-    """The code of a module cannot be read symbolically."""
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """A residual sum in the graph of a module's code."""
-
-    node: fx.Node
-    shortcut: fx.Node
-    branch: fx.Node  # the end of it
-    inside: frozenset[fx.Node]  # all of it
-
-    def last_module(self, module: nn.Module) -> str:
-        """The last child that the branch calls, to name it by."""
-        calls = [n for n in self.node.graph.nodes if n in self.inside and n.op == "call_module"]
-        weighted = [n for n in calls if any(True for _ in _child(module, n).parameters())]
-        return str((weighted or calls)[-1].target) if calls else "branch"
-
-
-def _sums_of(module: nn.Module) -> list[_Sum]:
-    """The residual sums of a module's forward; the same ones in training and in use."""
-    if not _has_code(module):
-        return []
-    in_use, in_training = (_sums(_graph(module, training=t), module) for t in (False, True))
-    return in_use if len(in_use) == len(in_training) else []
-
-
-def _has_code(module: nn.Module) -> bool:
-    """Whether a module is not one of PyTorch's own layers, whose inside is theirs."""
-    own = type(module).__module__.startswith("torch.nn.modules.")
-    return not own or isinstance(module, nn.TransformerEncoderLayer)
-
-
-class _Shallow(fx.Tracer):
-    """Reads the code of one module; what its children do is not looked into."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-
-def _graph(module: nn.Module, *, training: bool) -> fx.Graph:
-    """The code of a module as it runs in training or in use."""
-    kind = type(module)
-    plain = kind is nn.TransformerEncoderLayer
-    if plain:
-        module.__class__ = _PlainEncoderLayer
-    before, module.training = module.training, training
-    try:
-        return _Shallow().trace(module, concrete_args=None if plain else _defaults(module))
-    except Exception as problem:
-        raise _Unreadable(str(problem)) from problem
-    finally:
-        module.training, module.__class__ = before, kind
-
-
-def _defaults(module: nn.Module) -> dict[str, Any]:
-    """Arguments that are left out in most calls: read as such, and refused if given."""
-    found = inspect.signature(type(module).forward).parameters.values()
-    return {p.name: p.default for p in found if p.default is None or isinstance(p.default, bool)}
-
-
-class _PlainEncoderLayer(nn.TransformerEncoderLayer):
-    """PyTorch's layer without its fast path, whose conditions cannot be read."""
-
-    def forward(
-        self,
-        src: Any,
-        src_mask: Any = None,
-        src_key_padding_mask: Any = None,
-        is_causal: Any = False,
-    ) -> Any:
-        x, masks = src, (src_mask, src_key_padding_mask, is_causal)
-        if self.norm_first:
-            x = x + self._sa_block(self.norm1(x), *masks)
-            return x + self._ff_block(self.norm2(x))
-        x = self.norm1(x + self._sa_block(x, *masks))
-        return self.norm2(x + self._ff_block(x))
-
-
-ADDITIONS = (operator.add, operator.iadd, torch.add)
-
-
-def _sums(graph: fx.Graph, module: nn.Module) -> list[_Sum]:
-    return [s for node in graph.nodes if (s := _residual(node, module)) is not None]
-
-
-def _residual(node: fx.Node, module: nn.Module) -> _Sum | None:
-    """A sum whose sides come from one place, where one side has the more weights."""
-    is_sum = (node.op == "call_function" and node.target in ADDITIONS) or (
-        node.op == "call_method" and node.target in ("add", "add_")
-    )
-    if not is_sum or len(node.args) != 2 or node.kwargs:
-        return None
-    left, right = node.args
-    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
-        return None
-    behind = _ancestors(left), _ancestors(right)
-    common = behind[0] & behind[1]
-    alone = [nodes - common for nodes in behind]
-    weights = [sum(t.numel() for _, t in _parameters(nodes, module)) for nodes in alone]
-    if not common or weights[0] == weights[1]:
-        return None
-    side = 0 if weights[0] > weights[1] else 1
-    inside = frozenset(n for n in alone[side] if n.op != "placeholder")
-    if any(user not in inside and user is not node for n in inside for user in n.users):
-        return None  # what the branch computes is used elsewhere too
-    ends = (left, right)
-    return _Sum(node, ends[1 - side], ends[side], inside)
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found, waiting = {node}, [node]
-    while waiting:
-        for before in waiting.pop().all_input_nodes:
-            if before not in found:
-                found.add(before)
-                waiting.append(before)
-    return found
-
-
-def _child(module: nn.Module, node: fx.Node) -> nn.Module:
-    return module.get_submodule(str(node.target))
-
-
-def _parameters(nodes: Iterable[fx.Node], module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers that nodes use, by name within the module."""
-    found: dict[str, Tensor] = {}
-    for node in nodes:
-        target = str(node.target)
-        if node.op == "call_module":
-            child = _child(module, node)
-            for name, tensor in (*child.named_parameters(), *child.named_buffers()):
-                found[_join(target, name)] = tensor
-        elif node.op == "get_attr":
-            value = operator.attrgetter(target)(module)
-            if isinstance(value, Tensor):
-                found[target] = value
-    return list(found.items())
-
-
-def _tensors_of(total: _Sum, module: nn.Module) -> list[str]:
-    """Tensors that only the branch uses."""
-    outside = [n for n in total.node.graph.nodes if n not in total.inside]
-    used = {id(tensor) for _, tensor in _parameters(outside, module)}
-    return [name for name, t in _parameters(_in_order(total), module) if id(t) not in used]
-
-
-def _in_order(total: _Sum) -> list[fx.Node]:
-    return [node for node in total.node.graph.nodes if node in total.inside]
+    factor = factors.get(block.name, attribute)
+    return _Edit(block.number, block.side, block.name in skipped, factor)
 
 
 def _shared_tensors(model: nn.Module) -> frozenset[str]:
     """Names of tensors that have several: they cannot be gone with one block."""
     names: dict[int, list[str]] = {}
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
+    for name, tensor in all_tensors(model).items():
         names.setdefault(id(tensor), []).append(name)
     return frozenset(name for alike in names.values() if len(alike) > 1 for name in alike)
 
 
-def _rewire_sums(module: nn.Module, edits: Sequence[_Edit]) -> None:
-    graphs = [_graph(module, training=training) for training in (True, False)]
-    gone: dict[fx.Node, None] = {}
-    for graph in graphs:
-        sums = _sums(graph, module)
-        for edit in sorted(edits, key=lambda edit: -edit.number):  # a later one may rest on earlier
-            total = sums[edit.number]
-            if total.node in gone:
-                continue  # it lay in a branch that was skipped
-            if edit.skip:
-                gone |= dict.fromkeys(_in_order(total))
-                _bypass(graph, total, module)
-            elif edit.factor is not None:
-                _multiply(graph, total, edit.factor)
-    in_training, in_use = (_compiled(graph) for graph in graphs)
+@dataclass(frozen=True)
+class _Program:
+    """Another forward for a module, and what it does not need any more."""
 
+    forward: Callable[..., Any]
+    gone: tuple[str, ...]
+
+
+def _rewire_sums(
+    module: nn.Module, edits: tuple[_Edit, ...], programs: dict[Hashable, _Program]
+) -> None:
+    alike = likeness(module)
+    program = programs.get((alike, edits)) if alike else None
+    if program is None:
+        program = programs[alike, edits] = _program(module, edits)
+    module.forward = types.MethodType(program.forward, module)
+    for part in program.gone:
+        remove(module, part)
+
+
+def _program(module: nn.Module, edits: Sequence[_Edit]) -> _Program:
+    graphs = [code_of(module, training=training) for training in (True, False)]
+    before = _parts(graphs)
+    for graph in graphs:
+        _apply(edits, graph)
+    in_training, in_use = (compiled(graph) for graph in graphs)
+
+    @functools.wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return (in_training if self.training else in_use)(self, *args, **kwargs)
 
-    module.forward = types.MethodType(forward, module)
-    left = {str(n.target) for g in graphs for n in g.nodes if n.op in ("call_module", "get_attr")}
-    for node in gone:
-        if node.op in ("call_module", "get_attr") and str(node.target) not in left:
-            _remove(module, str(node.target))
+    left = _parts(graphs)
+    unused = [
+        part
+        for part in before - left
+        if not any(is_in(part, other) or is_in(other, part) for other in left)
+    ]
+    return _Program(forward, tuple(sorted(_outermost(unused))))
 
 
-def _bypass(graph: fx.Graph, total: _Sum, module: nn.Module) -> None:
-    """The shortcut instead of the sum."""
-    around = total.shortcut
-    if any(_works_in_place(user, module) for user in total.node.users):
-        with graph.inserting_after(total.node):  # what others still need must not change
-            around = graph.call_function(torch.clone, (total.shortcut,))
-    total.node.replace_all_uses_with(around, delete_user_cb=lambda user: user is not around)
+def _parts(graphs: Iterable[fx.Graph]) -> set[str]:
+    """The children and tensors that code uses."""
+    return {
+        str(node.target)
+        for graph in graphs
+        for node in graph.nodes
+        if node.op in ("call_module", "get_attr")
+    }
+
+
+def _apply(edits: Iterable[_Edit], graph: fx.Graph) -> None:
+    sums = sums_of(graph)
+    insides = {edit: sums[edit.number].inside(edit.side) for edit in edits}
+    gone: set[fx.Node] = set()
+    for edit in sorted(edits, key=lambda edit: -edit.number):  # a later one may rest on earlier
+        total, inside = sums[edit.number], insides[edit]
+        if total.node in gone:
+            continue  # it lay in a branch that was skipped
+        if edit.skip:
+            assert inside is not None, "a block that others use was found"
+            gone.update(inside)
+            _bypass(graph, total, edit.side, inside)
+        elif edit.factor is not None:
+            _multiply(graph, total, edit.side, edit.factor)
+
+
+def _bypass(graph: fx.Graph, total: Sum, side: int, inside: Sequence[fx.Node]) -> None:
+    """The shortcut instead of the sum: a copy, as a sum is one, for what follows in place."""
+    with graph.inserting_before(total.node):
+        around = graph.call_function(torch.clone, (total.ends[1 - side],))
+    total.node.replace_all_uses_with(around)
     graph.erase_node(total.node)
-    for node in reversed(_in_order(total)):
+    for node in reversed(inside):
         graph.erase_node(node)
 
 
-def _works_in_place(node: fx.Node, module: nn.Module) -> bool:
-    if node.op == "call_module":
-        return bool(getattr(_child(module, node), "inplace", False))
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    first_i = node.target in (operator.iadd, operator.imul, operator.isub, operator.itruediv)
-    return first_i or str(name).endswith("_") or bool(node.kwargs.get("inplace"))
-
-
-def _multiply(graph: fx.Graph, total: _Sum, factor: str | float) -> None:
+def _multiply(graph: fx.Graph, total: Sum, side: int, factor: str | float) -> None:
     """The branch times a factor."""
     with graph.inserting_before(total.node):
         by = graph.get_attr(factor) if isinstance(factor, str) else factor
-        scaled = graph.call_function(operator.mul, (total.branch, by))
-    total.node.args = tuple(scaled if arg is total.branch else arg for arg in total.node.args)
+        scaled = graph.call_function(operator.mul, (total.node.args[side], by))
+    total.node.update_arg(side, scaled)
 
 
-def _compiled(graph: fx.Graph) -> Callable[..., Any]:
-    """The graph as a function of the module and its inputs."""
-    graph.lint()
-    code = graph.python_code("self")
-    names = dict(code.globals)
-    exec(code.src, names)  # torch.fx's own rendering of the graph
-    function: Callable[..., Any] = names["forward"]
-    return function
-
-
-def _remove(module: nn.Module, name: str) -> None:
+def remove(module: nn.Module, name: str) -> None:
     """A child or a tensor of a module is gone."""
     path, _, last = name.rpartition(".")
     parent = module.get_submodule(path)
-    if isinstance(module, nn.TransformerEncoderLayer):
-        _empty(parent._modules[last])  # PyTorch's encoder asks its layers for their settings
+    if isinstance(module, TRANSFORMERS):
+        _empty(parent._modules.get(last))  # PyTorch's encoder asks its layers for their settings
         return
     for home in (parent._modules, parent._parameters, parent._buffers):
         home.pop(last, None)
@@ -412,21 +350,39 @@ def _empty(module: nn.Module | None) -> None:
             home.update(dict.fromkeys(home))
 
 
+def _forget(model: nn.Module, name: str) -> None:
+    """A tensor is gone, if it is still there."""
+    path, _, last = name.rpartition(".")
+    try:
+        parent = model.get_submodule(path)
+    except AttributeError:
+        return
+    for home in (parent._parameters, parent._buffers):
+        if last in home:
+            home[last] = None
+
+
 def _rewire_whole(module: nn.Module, edit: _Edit) -> None:
     """A declared block: its input if it is skipped, else x + s (B(x) - x)."""
-    inner = type(module).forward
+    inner = getattr(vars(module).get("forward"), "__func__", type(module).forward)
 
-    def skipped(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return x
+    def skipped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _first(args, kwargs).clone()
 
-    def stepped(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def stepped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = _first(args, kwargs)
         factor = getattr(self, edit.factor) if isinstance(edit.factor, str) else edit.factor
-        return x + factor * (inner(self, x, *args, **kwargs) - x)
+        return x + factor * (inner(self, *args, **kwargs) - x)
 
-    module.forward = types.MethodType(skipped if edit.skip else stepped, module)
+    forward = functools.wraps(type(module).forward)(skipped if edit.skip else stepped)
+    module.forward = types.MethodType(forward, module)
     if edit.skip:
         for home in (module._modules, module._parameters, module._buffers):
             home.clear()
+
+
+def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def first_of_each_stage(blocks: Mapping[str, Block], depth: float) -> list[str]:
@@ -447,7 +403,3 @@ def first_of_each_stage(blocks: Mapping[str, Block], depth: float) -> list[str]:
         for module in list(stage)[: max(1, math.ceil(round(depth * len(stage), 9)))]
     }
     return [block.name for block in blocks.values() if block.module in kept]
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

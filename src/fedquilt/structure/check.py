@@ -101,7 +101,11 @@ def with_blocks(
         except StructureError:
             del alike[kind]
     sound = {name for some in alike.values() for name in some}
-    return replace(structure, blocks={n: block for n, block in blocks.items() if n in sound})
+    rest = {name: block for name, block in blocks.items() if name in sound}
+    try:
+        return _blocks_checked(structure, rest, model, example, probe)
+    except StructureError:
+        return structure  # each kind can be skipped, but not together
 
 
 def _blocks_checked(
@@ -116,6 +120,7 @@ def _blocks_checked(
     Branches times 1 leave the output as it was; without them it is that of branches times 0.
     """
     found = replace(structure, blocks=blocks, _names={})
+    _check_declared(blocks, probe)
     one = copy.deepcopy(probe.model)
     several = [blocks, *([list(blocks)[::2]] if len(blocks) > 1 else [])]
     try:
@@ -133,14 +138,41 @@ def _blocks_checked(
             f"the blocks {', '.join(blocks)} cannot be skipped: {problem}; name others"
         ) from problem
     if not same:
-        whole = any(block.number == WHOLE_MODULE for block in blocks.values())
         raise StructureError(
             f"the blocks {', '.join(blocks)} cannot be skipped: without them the model does not "
-            "compute what it does with their branches at zero"
-            + ("; a module named as a block must add something to its first input" if whole else "")
+            "compute what it does with their branches at zero; name others"
         )
     _check_training(model, found, example, Subnet().skipping(*blocks))
     return found
+
+
+def _check_declared(blocks: dict[str, Block], probe: _Probe) -> None:
+    """What a module makes that is a block as a whole must be of the kind that it is given."""
+    trial = copy.deepcopy(probe.model)
+
+    def checking(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            given = args[0] if args else next(iter(kwargs.values()), None)
+            shapes = [x.shape if isinstance(x, Tensor) else None for x in (given, output)]
+            if None in shapes or shapes[0] != shapes[1]:
+                raise StructureError(
+                    f"module '{name}' cannot be skipped: it makes {_kind(output)} of "
+                    f"{_kind(given)}, and skipped it would give back what it was given; name "
+                    "modules that keep the shape of their first input"
+                )
+
+        return hook
+
+    for block in blocks.values():
+        if block.number == WHOLE_MODULE:
+            module = trial.get_submodule(block.module)
+            module.register_forward_hook(checking(block.name), with_kwargs=True)
+    _outputs(trial, probe.inputs)
+
+
+def _kind(value: Any) -> str:
+    is_tensor = isinstance(value, Tensor)
+    return f"a tensor of shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
 
 
 def _traces(

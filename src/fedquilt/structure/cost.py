@@ -132,8 +132,8 @@ def _peak(small: nn.Module, example: Example, batch_size: int) -> int:
     ledger = Ledger()
     inputs = _inputs(example, batch_size)
     with ledger:
-        output = next(t for t in tree_leaves(small(*inputs)) if isinstance(t, Tensor))
-        output.sum().backward()
+        outputs = [t for t in tree_leaves(small(*inputs)) if isinstance(t, Tensor)]
+        torch.autograd.backward([output.sum() for output in outputs if output.requires_grad])
     data = sum(x.nbytes for x in inputs if isinstance(x, Tensor))
     return weights + momentum + data + ledger.peak
 

@@ -34,6 +34,7 @@ class Optimiser:
     milestones: tuple[int, ...] = ()  # rounds at which the learning rate falls
     decay: float = 0.1  # to this part of what it was
     cosine: bool = False  # instead: half a cosine from ``lr`` in the first round towards 0
+    falling: float = 1.0  # besides, to this part of what it was in every round
 
     def rate(self, round: int, rounds: int | None = None) -> float:
         """The learning rate of a round, of so many.
@@ -42,12 +43,15 @@ class Optimiser:
         [1.0, 1.0, 0.1, 0.010000000000000002]
         >>> [round(Optimiser(lr=1.0, cosine=True).rate(r, 4), 3) for r in range(4)]
         [1.0, 0.854, 0.5, 0.146]
+        >>> [Optimiser(lr=1.0, falling=0.5).rate(r) for r in range(4)]
+        [1.0, 0.5, 0.25, 0.125]
         """
+        lr = self.lr * self.falling**round
         if self.cosine:
             if rounds is None:
                 raise ConfigError("a cosine needs the number of rounds it stretches over")
-            return self.lr * (1 + math.cos(math.pi * round / rounds)) / 2
-        return self.lr * self.decay ** sum(round >= m for m in self.milestones)
+            return lr * (1 + math.cos(math.pi * round / rounds)) / 2
+        return lr * self.decay ** sum(round >= m for m in self.milestones)
 
 
 class Descent:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -37,30 +37,49 @@ class Slimmable:
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Trains all widths."""
-        examples = bench.examples("train", task.client)
-        modules = [m.train() for m in bench.modules(task.subnets, task.params)]
-        nets = _Nested(bench.structure, task.subnets, modules, self.optimiser, self.lr)
-        torch.default_generator.manual_seed(task.seed)
-        generator = torch.Generator().manual_seed(task.seed)
-        total = torch.zeros(())
-        for _ in range(self.optimiser.epochs):
-            total, count = torch.zeros(()), 0
-            for rows in batches(len(examples), self.optimiser.batch_size, generator):
-                x, y = examples.batch(rows, generator)
-                total += nets.step([self._loss(m, x, y, bench.structure) for m in modules]) * len(x)
-                count += len(rows)
-            total = total / count
+
+        def losses(modules: list[nn.Module], x: Tensor, y: Tensor) -> list[Tensor]:
+            return [self._loss(module, x, y, bench.structure) for module in modules]
+
+        modules, metrics = train_nested(task, bench, self.optimiser, self.lr, losses)
         return Update(
             task.client,
             task.subnets,
             tuple(map(bench.tensors, modules, task.subnets, task.subnets)),
             self.weight,
-            {"loss": float(total), "examples": len(examples)},
+            metrics,
         )
 
     def _loss(self, module: nn.Module, x: Tensor, y: Tensor, structure: Structure) -> Tensor:
         with scaled(module, structure) if self.scale else nullcontext():
             return cross_entropy(module(x), y, self.labels if self.masked else None)
+
+
+Losses = Callable[[list[nn.Module], Tensor, Tensor], Sequence[Tensor | None]]
+
+
+def train_nested(
+    task: Task, bench: Workbench, settings: Optimiser, lr: float, losses: Losses
+) -> tuple[list[nn.Module], dict[str, float]]:
+    """The task's nested subnets, the widest first, after training on what they share.
+
+    ``losses`` are those of one batch, one for each net, or None where a net has no part in the
+    step, which goes down their sum. Also what there is to report: the mean loss of the last epoch.
+    """
+    examples = bench.examples("train", task.client)
+    modules = [m.train() for m in bench.modules(task.subnets, task.params)]
+    nets = _Nested(bench.structure, task.subnets, modules, settings, lr)
+    torch.default_generator.manual_seed(task.seed)
+    generator = torch.Generator().manual_seed(task.seed)
+    total = torch.zeros(())
+    for _ in range(settings.epochs):
+        total, count = torch.zeros(()), 0
+        for rows in batches(len(examples), settings.batch_size, generator):
+            x, y = examples.batch(rows, generator)
+            total += nets.step(losses(modules, x, y)) * len(x)
+            count += len(rows)
+        total = total / count
+    return modules, {"loss": float(total), "examples": len(examples)}
 
 
 class _Nested:
@@ -90,8 +109,8 @@ class _Nested:
         self._give_out()
 
     @torch.no_grad()
-    def step(self, losses: list[Tensor]) -> Tensor:
-        """One step down the sum of the widths' losses; their mean."""
+    def step(self, losses: Sequence[Tensor | None]) -> Tensor:
+        """One step down the sum of the widths' losses, of those that have one; their mean."""
         sums, own = self._gradients(losses[0], 0), []
         for number, shared in enumerate(self._shared):
             for name, gradient in self._gradients(losses[number + 1], number + 1).items():
@@ -101,10 +120,12 @@ class _Nested:
                     sums[name] = _added(sums[name], self._weights[0][name], shared[name], gradient)
         self._descent.follow([*sums.values(), *own])
         self._give_out()
-        return torch.stack([loss.detach() for loss in losses]).mean()
+        return torch.stack([loss.detach() for loss in losses if loss is not None]).mean()
 
-    def _gradients(self, loss: Tensor, number: int) -> dict[str, Tensor | None]:
+    def _gradients(self, loss: Tensor | None, number: int) -> dict[str, Tensor | None]:
         weights = {n: w for n, w in self._weights[number].items() if w.requires_grad}
+        if loss is None:
+            return dict.fromkeys(weights)
         found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
         # weights that are added to each other may get one gradient tensor; each needs its own
         alone = [

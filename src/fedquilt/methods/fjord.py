@@ -1,0 +1,115 @@
+"""FjORD: a client trains all widths that it can afford, one drawn for every batch.
+
+Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane. "FjORD: Fair and Accurate Federated
+Learning under heterogeneous targets with Ordered Dropout." NeurIPS 2021.
+
+Symbols of the paper -> names here: p -> width, p_max -> the widest that a client can afford,
+P -> widths. What the authors' code does differently is in docs/methods/fjord.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fedquilt.errors import ConfigError
+from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.methods.method import (
+    affordable,
+    initial,
+    merged,
+    nested,
+    refuse_no_widths,
+    trained_sizes,
+)
+from fedquilt.structure.groups import NORMS, STATISTICS
+from fedquilt.structure.subnet import Subnet
+from fedquilt.training.descent import Optimiser
+from fedquilt.training.ordered import OrderedDropout
+
+OWN = {"statistics": STATISTICS, "norms": NORMS}
+
+
+@dataclass(frozen=True)
+class FjORD:
+    """Nested widths, ordered dropout, self-distillation, statistics of every width tracked.
+
+    With ``distil`` the widest of a client's nets learns from the labels of every batch and the
+    drawn one from its answers. ``own`` is what of batch normalisation every width has for itself:
+    its ``statistics`` (the weights are shared, as other weights are), or the whole ``norms``.
+    """
+
+    optimiser: Optimiser = field(
+        default_factory=lambda: Optimiser(
+            lr=0.1, momentum=0.0, weight_decay=1e-4, epochs=1, batch_size=32, clip=None
+        )
+    )
+    fraction: float = 0.1
+    widths: tuple[float, ...] | None = None
+    distil: bool = True
+    own: Literal["statistics", "norms"] = "statistics"
+
+    def __post_init__(self) -> None:
+        """Refuses settings that make no sense."""
+        if self.own not in OWN:
+            raise ConfigError(f"a width's own are its statistics or norms, got '{self.own}'")
+        refuse_no_widths(self.widths)
+
+    @property
+    def home(self) -> tuple[str, ...]:
+        """Nothing stays on the client."""
+        return ()
+
+    def prepared(self, setup: Setup) -> Setup:
+        """The user's model as it is."""
+        return setup
+
+    def phases(self, setup: Setup) -> tuple[Phase, ...]:
+        """Rounds of training."""
+        return (Phase("train", setup.rounds, self.fraction),)
+
+    def start(self, setup: Setup) -> State:
+        """The model's own tensors."""
+        return initial(setup)
+
+    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+        """Every width p ≤ p_max of a client, the widest with all that they share."""
+        return [
+            Task(
+                client.id,
+                self._nested(setup, client),
+                state.params,
+                OrderedDropout(
+                    self.optimiser,
+                    lr=self.optimiser.rate(state.round, setup.rounds),
+                    distil=self.distil,
+                    weight=client.num_examples,
+                ),
+                seed_of(setup.seed, state.round, client.id),
+            )
+            for client in cohort
+        ]
+
+    def _nested(self, setup: Setup, client: Client) -> tuple[Subnet, ...]:
+        limit = affordable(setup, client)
+        widths = [w for w in self.sizes(setup) if w <= limit + 1e-9] or [limit]
+        widest, *narrow = (self.subnet(setup, width) for width in widths)
+        return (widest, *(s.leaving("*", *(f"!{pattern}" for pattern in s.own)) for s in narrow))
+
+    def subnet(self, setup: Setup, width: float) -> Subnet:
+        """The leading channels, with what that width owns, or else the next larger one."""
+        return nested(setup, width, self.sizes(setup), OWN[self.own])
+
+    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+        """Each cell is averaged over the clients that hold it, by their data."""
+        return merged(setup, state, updates)
+
+    def sizes(self, setup: Setup) -> tuple[float, ...]:
+        """The trained widths, largest first."""
+        return trained_sizes(setup, self.widths)
+
+    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+        """One subnet."""
+        return (self.subnet(setup, width),)

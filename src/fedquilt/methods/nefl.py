@@ -1,0 +1,185 @@
+"""NeFL: submodels nested in width and in depth, with normalisation and steps of their own.
+
+Kang, Cha, Shin, Lee, Kang. "NeFL: Nested Federated Learning for Heterogeneous Clients." 2023.
+
+Symbols of the paper -> names here: F_k -> submodels[γ_k], θ_c -> state.params, θ_ic,k -> the
+tensors that submodel k owns (``name@γ_k``), s_j -> the step of a block, M -> clients,
+E -> optimiser.epochs, N_s -> len(sizes).
+
+What the paper leaves open, and where we differ from the public code, is in docs/methods/nefl.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedquilt.errors import ConfigError
+from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.methods import submodels
+from fedquilt.methods.method import initial, merged, within
+from fedquilt.structure.groups import NORMS, STEPS, Structure
+from fedquilt.structure.subnet import Subnet
+from fedquilt.training.descent import Optimiser
+from fedquilt.training.sgd import SGD
+
+
+@dataclass(frozen=True)
+class NeFL:
+    """Submodels of several sizes; what they share is averaged, the rest is each one's own.
+
+    ``scaling`` makes the submodels of the ``gammas`` (fractions of the parameters): ``W`` by width,
+    ``D`` by depth, ``WD`` by both, ``prefix`` by leaving out the net's last blocks (the form of
+    DepthFL that the paper compares with). ``table`` takes them from the paper's table of a net.
+    ``steps`` are ``learned``, ``constant`` (the paper's N/L) or there are ``none``; they start at
+    1, or with ``step_start="ode"`` (D_O) grow by the number of blocks skipped right behind.
+    ``own`` names the inconsistent tensors. With ``assignment="dynamic"`` a client trains, in each
+    round, a submodel drawn from ``reach`` tiers below its own to as many above.
+    """
+
+    optimiser: Optimiser = field(
+        default_factory=lambda: Optimiser(
+            lr=0.1, momentum=0.0, weight_decay=0.0, epochs=5, batch_size=32, clip=None
+        )
+    )
+    fraction: float = 0.1
+    scaling: Literal["W", "D", "WD", "prefix"] = "WD"
+    gammas: tuple[float, ...] = submodels.SIZES
+    tolerance: float = 0.02  # of a size, that the parameters of its submodel may be off
+    table: str | None = None
+    steps: Literal["learned", "constant", "none"] = "learned"
+    step_start: Literal["one", "ode"] = "one"
+    own: tuple[str, ...] = (NORMS, STEPS)
+    assignment: Literal["dynamic", "fixed"] = "dynamic"
+    reach: int = 2
+
+    def __post_init__(self) -> None:
+        """Refuses settings that make no sense."""
+        for name, known in (
+            ("steps", ("learned", "constant", "none")),
+            ("step_start", ("one", "ode")),
+            ("assignment", ("dynamic", "fixed")),
+        ):
+            if getattr(self, name) not in known:
+                given = getattr(self, name)
+                raise ConfigError(f"{name} is one of {', '.join(known)}, got '{given}'")
+        if self.reach < 0:
+            raise ConfigError(f"reach counts tiers, so it is 0 or more, got {self.reach}")
+        if self.step_start == "ode" and self.steps == "none":
+            raise ConfigError("step_start 'ode' needs steps; let them be learned or constant")
+
+    @property
+    def home(self) -> tuple[str, ...]:
+        """Nothing stays on the client."""
+        return ()
+
+    def prepared(self, setup: Setup) -> Setup:
+        """Sec. 4.1.1: every block gets a step, Y_{j+1} = Y_j + s_j F(Y_j)."""
+        if self.steps == "none" or not setup.structure.blocks:
+            return setup
+        learnable = self.steps == "learned"
+        model, structure = setup.structure.with_steps(setup.model, learnable=learnable)
+        return replace(setup, model=model, structure=structure)
+
+    def phases(self, setup: Setup) -> tuple[Phase, ...]:
+        """Algorithm 1: rounds of training."""
+        return (Phase("train", setup.rounds, self.fraction),)
+
+    def start(self, setup: Setup) -> State:
+        """θ_c, and θ_ic,k where a submodel does not start as the global model does (D_O)."""
+        state = initial(setup)
+        if self.step_start == "one":
+            return state
+        steps: dict[str, Tensor] = {}
+        for subnet in self.submodels(setup).values():
+            for name, value in larger_steps(setup.structure, subnet).items():
+                steps[f"{name}@{subnet.owner}"] = torch.tensor(float(value))
+        return replace(state, params={**state.params, **steps})
+
+    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+        """Algorithm 1, lines 2-5: each client trains one of the submodels."""
+        recipe = SGD(self.optimiser, lr=self.optimiser.rate(state.round, setup.rounds))
+        return [
+            Task(
+                client.id,
+                (self.submodels(setup)[self.size_of(setup, state.round, client)],),
+                state.params,
+                recipe,
+                seed_of(setup.seed, state.round, client.id),
+            )
+            for client in cohort
+        ]
+
+    def size_of(self, setup: Setup, round: int, client: Client) -> float:
+        """Appendix B.5: drawn uniformly from the tiers around the client's own."""
+        subnets = self.submodels(setup)
+        sizes = sorted(subnets)
+        tier = sizes.index(within(setup, client, subnets)[0])
+        if self.assignment == "fixed":
+            return sizes[tier]
+        near = sizes[max(tier - self.reach, 0) : tier + self.reach + 1]
+        if not client.budget.is_width_alone:  # physical limits cannot be exceeded
+            limits = replace(client, budget=replace(client.budget, width=1.0))
+            near = [size for size in near if size in within(setup, limits, subnets)]
+        draw = np.random.default_rng(seed_of(setup.seed, round, client.id, 1))
+        return near[int(draw.integers(len(near)))]
+
+    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+        """Algorithm 2: NeFedAvg for what is shared, FedAvg for each submodel's own."""
+        return merged(setup, state, updates)
+
+    def sizes(self, setup: Setup) -> tuple[float, ...]:
+        """γ of each submodel, largest first."""
+        return tuple(sorted(self.submodels(setup), reverse=True))
+
+    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+        """The largest submodel that is not larger than asked."""
+        subnets = self.submodels(setup)
+        small_enough = [size for size in subnets if size <= width + 1e-9]
+        if not small_enough:
+            raise ConfigError(
+                f"the smallest submodel has {min(subnets):g} of the parameters, asked was {width:g}"
+            )
+        return (subnets[max(small_enough)],)
+
+    def submodels(self, setup: Setup) -> Mapping[float, Subnet]:
+        """F_1 ... F_Ns by size, each with tensors of its own."""
+        weights = frozenset(name for name, _ in setup.model.named_parameters())
+        return _submodels(self, setup.structure, weights)
+
+
+@lru_cache(maxsize=64)
+def _submodels(
+    method: NeFL, structure: Structure, weights: frozenset[str]
+) -> Mapping[float, Subnet]:
+    if method.table is not None:
+        found = submodels.from_table(structure, submodels.table(method.table, method.scaling))
+    else:
+        weights -= structure.matching((STEPS,))
+        found = submodels.find(structure, weights, method.gammas, method.scaling, method.tolerance)
+    return {size: subnet.owning(f"{size:g}", *method.own) for size, subnet in found.items()}
+
+
+def larger_steps(structure: Structure, subnet: Subnet) -> dict[str, int]:
+    """D_O: the step before blocks that are skipped grows by their number (Table 12).
+
+    The blocks of one stage follow each other; a branch of one kind (attention, feed-forward) stands
+    in for skipped branches of its own kind.
+    """
+    found: dict[str, int] = {}
+    last: dict[tuple[str, int], str] = {}
+    for block in structure.blocks.values():
+        line = (block.module.rpartition(".")[0], block.number)
+        if block.name not in subnet.skipped and block.step:
+            found[block.step] = 1
+            last[line] = block.step
+        elif line in last:
+            found[last[line]] += 1
+    return found

@@ -1,0 +1,201 @@
+"""Residual sums in the code of a module: two sides that come from one place, one a branch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from fedquilt.structure.code import Unreadable, all_tensors, code_of, has_code
+
+ADDITIONS = (operator.add, operator.iadd, torch.add)
+IN_PLACE = ("iadd", "isub", "imul", "itruediv")
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch in a module's code, and the tensors (named within the module) that only it uses."""
+
+    number: int
+    side: int
+    tensors: tuple[str, ...]
+    end: str  # the last module or tensor with weights in it
+
+
+def branches_of(module: nn.Module) -> list[Branch]:
+    """The branches of a module's residual sums; the same ones in training and in use."""
+    if not has_code(module):
+        return []
+    try:
+        in_use, in_training = (sums_of(code_of(module, training=t)) for t in (False, True))
+    except Unreadable:
+        return []
+    if len(in_use) != len(in_training):
+        return []
+    found = []
+    for number, both in enumerate(zip(in_use, in_training, strict=True)):
+        sides = {_heavier(total, module) for total in both}
+        if len(sides) == 1 and (side := sides.pop()) is not None:
+            tensors = _only_inside(both, side, module)
+            if tensors:
+                found.append(Branch(number, side, tensors, _end(both[0], side, module)))
+    return found
+
+
+def _only_inside(totals: Iterable[Sum], side: int, module: nn.Module) -> tuple[str, ...]:
+    """Tensors that only a branch uses, in any of several readings of the code."""
+    within: dict[str, Tensor] = {}
+    elsewhere: dict[str, Tensor] = {}
+    for total in totals:
+        inside = total.inside(side)
+        if inside is None or any(_changes_another(n, inside, module) for n in inside):
+            return ()
+        within |= _tensors(inside, module)
+        elsewhere |= _tensors(set(total.node.graph.nodes).difference(inside), module)
+    used = {id(tensor) for tensor in elsewhere.values()}
+    return tuple(name for name, tensor in within.items() if id(tensor) not in used)
+
+
+def _changes_another(node: fx.Node, inside: Sequence[fx.Node], module: nn.Module) -> bool:
+    """Whether a node works in place on what is not inside, such as the shortcut."""
+    if not node.all_input_nodes or node.all_input_nodes[0] in inside:
+        return False
+    if node.op == "call_module":
+        return _is_in_place(module.get_submodule(str(node.target)))
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    return name.endswith("_") or name in IN_PLACE or bool(node.kwargs.get("inplace"))
+
+
+def _is_in_place(module: nn.Module) -> bool:
+    if isinstance(module, nn.Sequential) and len(module):
+        return _is_in_place(module[0])
+    return bool(getattr(module, "inplace", False))
+
+
+def _end(total: Sum, side: int, module: nn.Module) -> str:
+    inside = total.inside(side) or []
+    calls = [n for n in inside if n.op == "call_module" and _tensors([n], module)]
+    tensors = [n for n in inside if n.op == "get_attr"]
+    return str((calls or tensors)[-1].target)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum in a graph whose two sides come from one place."""
+
+    node: fx.Node
+    ends: tuple[fx.Node, fx.Node]
+    data: frozenset[fx.Node]  # of the graph: what depends on the values of the input
+    common: frozenset[fx.Node]  # what both sides come from
+    alone: tuple[frozenset[fx.Node], frozenset[fx.Node]]  # what only one of them comes from
+
+    def inside(self, side: int) -> list[fx.Node] | None:
+        """All of a side that may go, in order; None: what it computes is used elsewhere, too.
+
+        Sizes and tensors that others use as well just stay.
+        """
+        order = [n for n in self.node.graph.nodes if n in self.alone[side]]
+        may_stay: set[fx.Node] = set()
+        for n in order:
+            known = all(i in may_stay or i not in self.alone[side] for i in n.all_input_nodes)
+            if n.op == "placeholder" or (known and n not in self.data):
+                may_stay.add(n)
+        found = dict.fromkeys(order)
+        for n in reversed(order):
+            is_used = any(user is not self.node and user not in found for user in n.users)
+            if is_used and n not in may_stay:
+                return None
+            if is_used or n.op == "placeholder":
+                del found[n]
+        return list(found)
+
+
+def sums_of(graph: fx.Graph) -> list[Sum]:
+    """Sums whose sides both depend on the values, not only the sizes, of one thing."""
+    data: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" or not data.isdisjoint(_values(node)):
+            data.add(node)
+    found = []
+    for node in graph.nodes:
+        ends = _summands(node)
+        if ends and data & _behind(ends[0], _values) & _behind(ends[1], _values):
+            left, right = (_behind(end, lambda n: n.all_input_nodes) for end in ends)
+            alone = frozenset(left - right), frozenset(right - left)
+            found.append(Sum(node, ends, frozenset(data), frozenset(left & right), alone))
+    return found
+
+
+def _summands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    is_sum = (node.op == "call_function" and node.target in ADDITIONS) or (
+        node.op == "call_method" and node.target in ("add", "add_")
+    )
+    if not is_sum or len(node.args) != 2 or node.kwargs:
+        return None
+    left, right = node.args
+    return (left, right) if isinstance(left, fx.Node) and isinstance(right, fx.Node) else None
+
+
+def _values(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node whose values matter, not only their sizes."""
+    name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
+    if node.target is getattr:
+        return node.all_input_nodes if node.args[1] in ("T", "mT", "H", "mH", "data") else []
+    if name in ("size", "dim", "numel") or name.startswith("new_") or name.endswith("_like"):
+        return []
+    if name == "to" or name.endswith("_as"):
+        return node.all_input_nodes[:1]
+    return node.all_input_nodes
+
+
+def _behind(node: fx.Node, inputs: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """A node and all that it comes from."""
+    found, waiting = {node}, [node]
+    while waiting:
+        for before in inputs(waiting.pop()):
+            if before not in found:
+                found.add(before)
+                waiting.append(before)
+    return found
+
+
+def _heavier(total: Sum, module: nn.Module) -> int | None:
+    """The side that is the branch: of which the lightest way has the more weights."""
+    weights = [
+        (_lightest_way(total, side, module), _num_weights(total.alone[side], module))
+        for side in (0, 1)
+    ]
+    return None if weights[0] == weights[1] else int(weights[1] > weights[0])
+
+
+def _lightest_way(total: Sum, side: int, module: nn.Module) -> int:
+    """The fewest weights between what both sides come from and the end of one."""
+    found = dict.fromkeys(total.common & total.data, 0)
+    for node in total.node.graph.nodes:
+        if node in total.alone[side]:
+            ways = [found[before] for before in _values(node) if before in found]
+            beside = [before for before in node.all_input_nodes if before.op == "get_attr"]
+            if ways:
+                found[node] = min(ways) + _num_weights([node, *beside], module)
+    return found[total.ends[side]]
+
+
+def _num_weights(nodes: Iterable[fx.Node], module: nn.Module) -> int:
+    return sum(tensor.numel() for tensor in _tensors(nodes, module).values())
+
+
+def _tensors(nodes: Iterable[fx.Node], module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers that nodes use, by name within the module."""
+    found: dict[str, Tensor] = {}
+    for node in nodes:
+        target = str(node.target)
+        if node.op == "call_module":
+            found |= all_tensors(module.get_submodule(target), target)
+        elif node.op == "get_attr":
+            value = operator.attrgetter(target)(module)
+            if isinstance(value, Tensor):
+                found[target] = value
+    return found
