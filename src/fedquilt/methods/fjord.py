@@ -17,12 +17,12 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.method import (
-    affordable,
     initial,
     merged,
     nested,
     refuse_no_widths,
     trained_sizes,
+    up_to_budget,
 )
 from fedquilt.structure.groups import NORMS, STATISTICS
 from fedquilt.structure.subnet import Subnet
@@ -93,8 +93,7 @@ class FjORD:
         ]
 
     def _nested(self, setup: Setup, client: Client) -> tuple[Subnet, ...]:
-        limit = affordable(setup, client)
-        widths = [w for w in self.sizes(setup) if w <= limit + 1e-9] or [limit]
+        widths = up_to_budget(setup, client, self.sizes(setup))
         widest, *narrow = (self.subnet(setup, width) for width in widths)
         return (widest, *(s.leaving("*", *(f"!{pattern}" for pattern in s.own)) for s in narrow))
 

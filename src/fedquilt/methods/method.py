@@ -77,6 +77,12 @@ def affordable(setup: Setup, client: Client) -> float:
     return width
 
 
+def up_to_budget(setup: Setup, client: Client, sizes: tuple[float, ...]) -> list[float]:
+    """The widths, largest first, that a client can afford; what it can afford if that is less."""
+    limit = affordable(setup, client)
+    return [width for width in sizes if width <= limit + 1e-9] or [limit]
+
+
 def within(setup: Setup, client: Client, sizes: Mapping[float, Subnet]) -> list[float]:
     """Of several sizes, as fractions of the model, those that a client can afford; largest first.
 
@@ -93,7 +99,7 @@ def within(setup: Setup, client: Client, sizes: Mapping[float, Subnet]) -> list[
         smallest = cost(setup.model, setup.structure, sizes[min(sizes)], setup.example)
         raise BudgetError(
             f"no size meets {budget} of client {client.id}; the smallest is {min(sizes):g} of the "
-            f"model and costs {smallest}"
+            f"model and costs {smallest}; raise the budget, or let the method have smaller sizes"
         )
     return found
 

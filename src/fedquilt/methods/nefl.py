@@ -37,7 +37,8 @@ class NeFL:
 
     ``scaling`` makes the submodels of the ``gammas`` (fractions of the parameters): ``W`` by width,
     ``D`` by depth, ``WD`` by both, ``prefix`` by leaving out the net's last blocks (the form of
-    DepthFL that the paper compares with). ``table`` takes them from the paper's table of a net.
+    DepthFL that the paper compares with). By default the gammas are the clients' budgets, or the
+    paper's where those are physical limits. ``table`` takes submodels from the paper's tables.
     ``steps`` are ``learned``, ``constant`` (the paper's N/L) or there are ``none``; they start at
     1, or with ``step_start="ode"`` (D_O) grow by the number of blocks skipped right behind.
     ``own`` names the inconsistent tensors. With ``assignment="dynamic"`` a client trains, in each
@@ -51,7 +52,7 @@ class NeFL:
     )
     fraction: float = 0.1
     scaling: Literal["W", "D", "WD", "prefix"] = "WD"
-    gammas: tuple[float, ...] = submodels.SIZES
+    gammas: tuple[float, ...] | None = None
     tolerance: float = 0.02  # of a size, that the parameters of its submodel may be off
     table: str | None = None
     steps: Literal["learned", "constant", "none"] = "learned"
@@ -97,6 +98,11 @@ class NeFL:
         state = initial(setup)
         if self.step_start == "one":
             return state
+        if not setup.structure.matching((STEPS,)) <= setup.structure.matching(self.own):
+            raise ConfigError(
+                f"step_start 'ode' gives each submodel steps of its own, but own is {self.own}; "
+                f"add '{STEPS}' to it"
+            )
         steps: dict[str, Tensor] = {}
         for subnet in self.submodels(setup).values():
             for name, value in larger_steps(setup.structure, subnet).items():
@@ -152,18 +158,26 @@ class NeFL:
     def submodels(self, setup: Setup) -> Mapping[float, Subnet]:
         """F_1 ... F_Ns by size, each with tensors of its own."""
         weights = frozenset(name for name, _ in setup.model.named_parameters())
-        return _submodels(self, setup.structure, weights)
+        return _submodels(self, setup.structure, weights, self._gammas(setup))
+
+    def _gammas(self, setup: Setup) -> tuple[float, ...]:
+        if self.gammas is not None:
+            return self.gammas
+        budgets = {client.budget for client in setup.clients}
+        if not budgets or not all(budget.is_width_alone for budget in budgets):
+            return submodels.SIZES
+        return tuple(sorted({budget.width for budget in budgets}))
 
 
 @lru_cache(maxsize=64)
 def _submodels(
-    method: NeFL, structure: Structure, weights: frozenset[str]
+    method: NeFL, structure: Structure, weights: frozenset[str], gammas: tuple[float, ...]
 ) -> Mapping[float, Subnet]:
     if method.table is not None:
         found = submodels.from_table(structure, submodels.table(method.table, method.scaling))
     else:
         weights -= structure.matching((STEPS,))
-        found = submodels.find(structure, weights, method.gammas, method.scaling, method.tolerance)
+        found = submodels.find(structure, weights, gammas, method.scaling, method.tolerance)
     return {size: subnet.owning(f"{size:g}", *method.own) for size, subnet in found.items()}
 
 

@@ -14,12 +14,12 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.method import (
-    affordable,
     initial,
     merged,
     nested,
     refuse_no_widths,
     trained_sizes,
+    up_to_budget,
     without_tracking,
 )
 from fedquilt.structure.groups import NORMS
@@ -89,8 +89,7 @@ class SHeteroFL:
         ]
 
     def _nested(self, setup: Setup, client: Client) -> tuple[Subnet, ...]:
-        limit = affordable(setup, client)
-        widest, *others = [w for w in self.sizes(setup) if w <= limit + 1e-9] or [limit]
+        widest, *others = up_to_budget(setup, client, self.sizes(setup))
         narrow = [self.subnet(setup, width) for width in others]
         if not self.count_widths:  # the rest is part of the widest
             narrow = [s.leaving("*", *(f"!{pattern}" for pattern in s.own)) for s in narrow]

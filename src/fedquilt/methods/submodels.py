@@ -55,8 +55,8 @@ _R18, _R34, _R56, _R110 = (2, 2, 2, 2), (3, 4, 6, 3), (9, 9, 9), (18, 18, 18)
 _WRN101, _VIT = (3, 4, 23, 3), (12,)
 
 TABLES: Mapping[tuple[str, str], tuple[Row, ...]] = {
-    # Table 10; its second row of D, 10 00 10 10 (γ_D 0.42), contradicts its γ_D and Table 8, which
-    # this one gives to the printed digits: 6.69 M parameters and 102 M MACs on average
+    # Table 10; its second row of D, 10 00 10 10 (γ_D 0.42), contradicts its γ_D and Table 8, whose
+    # 6.68 M parameters and 102 M MACs on average this one gives
     ("resnet18", "D"): _rows(
         (0.2, 1, 0.20, "11 00 11 00"),
         (0.4, 1, 0.38, "11 11 00 10"),
@@ -169,7 +169,7 @@ def _known(name: str, scaling: str) -> tuple[str, str]:
     if name not in nets:
         raise ConfigError(unknown("table of NeFL", name, nets))
     if (name, scaling) not in TABLES:
-        known = [kind for net, kind in TABLES if net == name]
+        known = {"W", *(kind for net, kind in TABLES if net == name)}
         raise ConfigError(unknown(f"scaling in NeFL's table of {name}", scaling, known))
     return name, scaling
 
@@ -214,6 +214,8 @@ def find(
     for size in sizes:
         if not 0 < size <= 1:
             raise ConfigError(f"sizes are fractions of the parameters in (0, 1], got {size}")
+    if scaling == "WD" and not structure.blocks:
+        scaling = "W"  # γ_D can only be 1
     if scaling != "W" and not structure.blocks:
         raise ConfigError(
             f"scaling '{scaling}' leaves out blocks, but no block of this model can be skipped; "
@@ -322,7 +324,10 @@ def _narrowed(scale: _Scale, skipped: Sequence[str], size: float) -> Subnet:
 
 
 def _refined(scale: _Scale, subnet: Subnet, size: float) -> Subnet:
-    """A channel more in single groups, as long as that comes nearer: small nets are coarse."""
+    """A channel more in single groups, up to the size: small nets are coarse.
+
+    The largest step that stays below comes first, so that small ones fill what is left.
+    """
     structure = scale.structure
     while True:
         wider = [
@@ -330,10 +335,10 @@ def _refined(scale: _Scale, subnet: Subnet, size: float) -> Subnet:
             for name in structure.cut_groups()
             if structure.kept(subnet, name) < structure.groups[name].size
         ]
-        best = min([subnet, *wider], key=lambda some: abs(scale.share(some) - size))
-        if best is subnet:
-            return subnet
-        subnet = best
+        below = [some for some in wider if scale.share(subnet) < scale.share(some) <= size]
+        if not below:
+            return min([subnet, *wider], key=lambda some: abs(scale.share(some) - size))
+        subnet = max(below, key=scale.share)
 
 
 def _stages(structure: Structure) -> list[list[list[str]]]:

@@ -48,6 +48,16 @@ class Budget:
             if limit is not None and limit <= 0:
                 raise BudgetError(f"the limit on {field.name} must be positive, got {limit}")
 
+    def __str__(self) -> str:
+        """The limits that there are.
+
+        >>> str(Budget(0.5, params=1000))
+        'Budget(width=0.5, params=1000)'
+        """
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        listed = ", ".join(f"{name}={limit}" for name, limit in given.items() if limit is not None)
+        return f"Budget({listed})"
+
     @property
     def is_width_alone(self) -> bool:
         """Whether there are no physical limits."""

@@ -91,13 +91,15 @@ def code_of(module: nn.Module, *, training: bool, opened: Collection[str] = ()) 
         return _read(module, training, opened, {})
     fixed = _defaults(module)
     graph = _read(module, training, opened, fixed)
-    for name, default in list(fixed.items()):
-        others = {other: value for other, value in fixed.items() if other != name}
+    for names in dict.fromkeys([tuple(fixed), *((name,) for name in fixed)]):  # all, or some
+        others = {name: value for name, value in fixed.items() if name not in names}
+        if len(others) == len(fixed):
+            continue
         try:
             taking = _read(module, training, opened, others)
         except Unreadable:
             continue
-        if _is_passed_on(name, default, taking, graph):
+        if _are_passed_on({name: fixed[name] for name in names}, taking, graph):
             graph, fixed = taking, others
     return graph
 
@@ -107,15 +109,16 @@ def _defaults(module: nn.Module) -> dict[str, Any]:
     return {p.name: p.default for p in found if p.default is None or isinstance(p.default, bool)}
 
 
-def _is_passed_on(name: str, default: Any, taking: fx.Graph, without: fx.Graph) -> bool:
-    """Whether code that takes an argument is, with its default there, the code without it."""
+def _are_passed_on(defaults: Mapping[str, Any], taking: fx.Graph, without: fx.Graph) -> bool:
+    """Whether code that takes arguments is, with their defaults there, the code without them."""
     left, right = ([n for n in g.nodes if not _is_assertion(n)] for g in (taking, without))
     if [(n.op, n.target) for n in left] != [(n.op, n.target) for n in right]:
         return False
     twins = dict(zip(left, right, strict=True))
 
     def twin(node: fx.Node) -> Any:
-        return default if node.op == "placeholder" and node.target == name else twins[node]
+        is_default = node.op == "placeholder" and node.target in defaults
+        return defaults[str(node.target)] if is_default else twins[node]
 
     return all(
         fx.map_arg((node.args, node.kwargs), twin) == (other.args, other.kwargs)
