@@ -7,7 +7,7 @@ demo: .venv/demo  ## train on the embedded digits over clients of five sizes
 	$(BIN)/fedquilt train
 
 test: .venv/test lint types  ## everything that must hold
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: .venv/test
 	$(BIN)/ruff check .
