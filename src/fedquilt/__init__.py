@@ -22,6 +22,7 @@ from fedquilt.methods import (
     lg_fedavg,
     standalone,
 )
+from fedquilt.models.pretrained import load_pretrained
 from fedquilt.runs.loop import Pace
 from fedquilt.runs.run import Run, open_run, train
 from fedquilt.structure.budget import Budget, fit
@@ -72,6 +73,7 @@ __all__ = [
     "fedavg_oat",
     "fit",
     "lg_fedavg",
+    "load_pretrained",
     "open_run",
     "standalone",
     "take",

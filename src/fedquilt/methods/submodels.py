@@ -148,8 +148,8 @@ TABLES: Mapping[tuple[str, str], tuple[Row, ...]] = {
     ),
     # Table 15, of which the text has two stages of the first row
     ("wideresnet101-2", "D"): _rows(
-        (0.5, 1, 0.51, _first(3, 4, 10, 2, of=_WRN101)),
-        (0.75, 1, 0.75, _first(3, 4, 15, 3, of=_WRN101)),
+        (0.5, 1, 0.51, _first(3, 4, 9, 2, of=_WRN101)),
+        (0.75, 1, 0.75, _first(3, 4, 14, 3, of=_WRN101)),
         (1.0, 1, 1, _first(*_WRN101, of=_WRN101)),
         restored=(0, 1),
     ),
@@ -320,20 +320,20 @@ def _narrowed(scale: _Scale, skipped: Sequence[str], size: float) -> Subnet:
     nearest = min(at(low), at(high), key=lambda subnet: abs(scale.share(subnet) - size))
     if scale.is_near(scale.share(nearest), size):
         return nearest
-    return _refined(scale, at(low), size)
+    return _refined(scale, at(low), at(high), size)
 
 
-def _refined(scale: _Scale, subnet: Subnet, size: float) -> Subnet:
-    """A channel more in single groups, up to the size: small nets are coarse.
+def _refined(scale: _Scale, low: Subnet, high: Subnet, size: float) -> Subnet:
+    """Between two widths, the wider one in some groups only: small nets are coarse.
 
-    The largest step that stays below comes first, so that small ones fill what is left.
+    The largest step that stays below the size comes first, so that small ones fill what is left.
     """
-    structure = scale.structure
+    structure, subnet = scale.structure, low
     while True:
         wider = [
-            subnet.keeping(name, range(structure.kept(subnet, name) + 1))
+            subnet.keeping(name, range(structure.kept(high, name)))
             for name in structure.cut_groups()
-            if structure.kept(subnet, name) < structure.groups[name].size
+            if structure.kept(subnet, name) < structure.kept(high, name)
         ]
         below = [some for some in wider if scale.share(subnet) < scale.share(some) <= size]
         if not below:

@@ -25,14 +25,15 @@ from fedquilt.errors import StructureError
 from fedquilt.structure.code import (
     TRANSFORMERS,
     all_tensors,
+    code_of,
+    compiled,
     has_code,
     is_in,
     join,
     likeness,
+    parts_of,
+    unused,
 )
-from fedquilt.structure.code import Unreadable as Unreadable  # so that others find them here
-from fedquilt.structure.code import code_of as code_of
-from fedquilt.structure.code import compiled as compiled
 from fedquilt.structure.sums import Branch, Sum, branches_of, sums_of
 
 WHOLE_MODULE = -1
@@ -270,7 +271,7 @@ def _rewire_sums(
 
 def _program(module: nn.Module, edits: Sequence[_Edit]) -> _Program:
     graphs = [code_of(module, training=training) for training in (True, False)]
-    before = _parts(graphs)
+    before = parts_of(graphs)
     for graph in graphs:
         _apply(edits, graph)
     in_training, in_use = (compiled(graph) for graph in graphs)
@@ -279,23 +280,7 @@ def _program(module: nn.Module, edits: Sequence[_Edit]) -> _Program:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return (in_training if self.training else in_use)(self, *args, **kwargs)
 
-    left = _parts(graphs)
-    unused = [
-        part
-        for part in before - left
-        if not any(is_in(part, other) or is_in(other, part) for other in left)
-    ]
-    return _Program(forward, tuple(sorted(_outermost(unused))))
-
-
-def _parts(graphs: Iterable[fx.Graph]) -> set[str]:
-    """The children and tensors that code uses."""
-    return {
-        str(node.target)
-        for graph in graphs
-        for node in graph.nodes
-        if node.op in ("call_module", "get_attr")
-    }
+    return _Program(forward, tuple(sorted(_outermost(unused(before, parts_of(graphs))))))
 
 
 def _apply(edits: Iterable[_Edit], graph: fx.Graph) -> None:

@@ -11,7 +11,7 @@ import inspect
 import operator
 import random
 import types
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,15 +88,15 @@ def code_of(module: nn.Module, *, training: bool, opened: Collection[str] = ()) 
     if "forward" in vars(module):
         raise Unreadable("its forward is not that of its class")
     if type(module) is nn.TransformerEncoderLayer:
-        return _read(module, training, opened, {})
+        return _read(module, opened, {}, training=training)
     fixed = _defaults(module)
-    graph = _read(module, training, opened, fixed)
+    graph = _read(module, opened, fixed, training=training)
     for names in dict.fromkeys([tuple(fixed), *((name,) for name in fixed)]):  # all, or some
         others = {name: value for name, value in fixed.items() if name not in names}
         if len(others) == len(fixed):
             continue
         try:
-            taking = _read(module, training, opened, others)
+            taking = _read(module, opened, others, training=training)
         except Unreadable:
             continue
         if _are_passed_on({name: fixed[name] for name in names}, taking, graph):
@@ -134,7 +134,7 @@ def _is_assertion(node: fx.Node) -> bool:
 
 
 def _read(
-    module: nn.Module, training: bool, opened: Collection[str], fixed: Mapping[str, Any]
+    module: nn.Module, opened: Collection[str], fixed: Mapping[str, Any], *, training: bool
 ) -> fx.Graph:
     parts: list[nn.Module] = []
     try:
@@ -231,6 +231,21 @@ def compiled(graph: fx.Graph) -> Callable[..., Any]:
     exec(code.src, names)  # torch.fx's own rendering of the graph
     function: Callable[..., Any] = names["forward"]
     return function
+
+
+def parts_of(graphs: Iterable[fx.Graph]) -> set[str]:
+    """The children and tensors that code uses."""
+    nodes = (node for graph in graphs for node in graph.nodes)
+    return {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
+
+
+def unused(before: set[str], left: set[str]) -> list[str]:
+    """Of what code used, what nothing needs that is left; a module's tensors before the module."""
+    return [
+        part
+        for part in sorted(before - left, reverse=True)
+        if not any(is_in(part, other) or is_in(other, part) for other in left)
+    ]
 
 
 class _NotPlain(Exception):

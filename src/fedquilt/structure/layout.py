@@ -31,9 +31,9 @@ def takes_channels_last(model: nn.Module, example: Example) -> bool:
 def is_safe(model: nn.Module) -> bool:
     """Whether PyTorch survives training a net with channels last.
 
-    The backward pass of a 1×1 convolution of stride 2 with 2 to 7 input channels, channels last,
-    writes beyond its memory (oneDNN in PyTorch 2.13 on AVX2); all other shapes that were tried are
-    sound, and so is this one with channels first.
+    The backward pass of a 1×1 convolution of stride 2 with fewer than 8 input channels writes
+    beyond its memory if they lie last (oneDNN in PyTorch 2.13 on AVX2); all other shapes that were
+    tried are sound, and so is this one with channels first.
     """
     return not any(
         set(layer.kernel_size) == {1} and max(layer.stride) > 1 and layer.in_channels < 8

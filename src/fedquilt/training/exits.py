@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from fedquilt.errors import StructureError
 from fedquilt.structure.blocks import BY_MODULE, Block, remove, residual_blocks
-from fedquilt.structure.code import Unreadable, code_of, compiled
+from fedquilt.structure.code import Unreadable, code_of, compiled, parts_of, unused
 from fedquilt.structure.trace import Example, arguments, named_tensors, training_inputs
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.mixing import mixed
@@ -67,13 +67,11 @@ class MultiExit(nn.Module):
         self.exits, self._programs = self.exits[:-1], {}
         if name in self.heads:
             del self.heads[name]
-        before = _parts(self._graphs.values())
+        before = parts_of(self._graphs.values())
         for graph in self._graphs.values():
             _drop_last(graph)
-        left = _parts(self._graphs.values())
-        for part in sorted(before - left, reverse=True):  # a module's tensor before the module
-            if not any(_overlap(part, other) for other in left):
-                remove(self.net, part)
+        for part in unused(before, parts_of(self._graphs.values())):
+            remove(self.net, part)
 
     def blocks(self) -> dict[str, Block]:
         """What may be skipped, in the order in which it can be: every exit but the first.
@@ -342,16 +340,6 @@ def _drop_last(graph: fx.Graph) -> None:
         is_done = node in statements and place < end
         if not node.users and not is_done and node.op not in ("placeholder", "output"):
             graph.erase_node(node)
-
-
-def _parts(graphs: Iterable[fx.Graph]) -> set[str]:
-    """Modules and tensors of a net that code uses."""
-    nodes = (node for graph in graphs for node in graph.nodes)
-    return {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
-
-
-def _overlap(part: str, other: str) -> bool:
-    return f"{part}.".startswith(f"{other}.") or f"{other}.".startswith(f"{part}.")
 
 
 @dataclass(frozen=True)
