@@ -428,6 +428,31 @@ def test_cost_finds_the_widest_subnet_within_limits():
     assert_refused(fedquilt("cost", *asked, "--params", "9", "--width", "1,0.5"), "at most one")
 
 
+def test_cost_says_what_the_sizes_of_a_method_and_a_smaller_depth_cost():
+    small = [
+        "--model",
+        "resnet20",
+        "--set",
+        "model.channels=[8,8,16]",
+        "--input",
+        "3,8,8",
+        "--json",
+    ]
+    found = fedquilt("cost", *small, "--method", "nefl", "--set", "method.gammas=[0.5, 1.0]").json
+    whole, half = found["sizes"]
+    assert (whole["width"], whole["share"], half["width"]) == (1.0, 1.0, 0.5)
+    assert abs(half["params"] / whole["params"] - 0.5) < 0.011
+    shallow = fedquilt("cost", *small, "--depth", "0.3").json
+    full = fedquilt("cost", *small).json
+    assert shallow["params"] < 0.5 * full["params"]
+    assert shallow["macs"] < 0.5 * full["macs"]
+    assert_refused(fedquilt("cost", *small, "--method", "nefl", "--depth", ".5"), "its own sizes")
+    assert_refused(
+        fedquilt("cost", *small, "--method", "nefl", "--set", "method.tolerance=abc"),
+        "method.tolerance",
+    )
+
+
 def test_cost_of_a_model_of_ones_own(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(

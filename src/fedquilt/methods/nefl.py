@@ -51,7 +51,7 @@ class NeFL:
         )
     )
     fraction: float = 0.1
-    scaling: Literal["W", "D", "WD", "prefix"] = "WD"
+    scaling: Literal["W", "D", "WD", "prefix", "W small", "D small", "WD small"] = "WD"
     gammas: tuple[float, ...] | None = None
     tolerance: float = 0.02  # of a size, that the parameters of its submodel may be off
     table: str | None = None

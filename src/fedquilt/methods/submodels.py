@@ -157,9 +157,12 @@ TABLES: Mapping[tuple[str, str], tuple[Row, ...]] = {
 
 
 def table(name: str, scaling: str) -> tuple[Row, ...]:
-    """The rows of NeFL's table for a net: ``D``, ``WD``, or ``W``, which scales all alike."""
-    if scaling == "W" and (name, "W") not in TABLES:
-        whole = TABLES[_known(name, "D")]
+    """The rows of NeFL's table for a net: ``D``, ``WD``, or ``W``, which scales all alike.
+
+    ``D small`` and so on are those of γ = 0.04 ... 1 (ResNet110, Table 9).
+    """
+    if scaling in ("W", "W small") and (name, scaling) not in TABLES:
+        whole = TABLES[_known(name, scaling.replace("W", "D"))]
         return tuple(Row(row.size, row.size, 1, whole[-1].blocks) for row in whole)
     return TABLES[_known(name, scaling)]
 

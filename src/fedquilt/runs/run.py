@@ -116,14 +116,18 @@ class Run:
 
     def _width_within(self, budget: Budget) -> float:
         """The widest trained size within limits, or the widest of all if none fits."""
+        if budget.is_width_alone:
+            return budget.width
         setup = self.setup
-        if not budget.is_width_alone:
-            for width in self.method.sizes(setup):
-                price = cost_of(setup, self.method.mix(setup, width))
-                if width <= budget.width and budget.allows(price):
-                    return width
+        for width in self.method.sizes(setup):
+            price = cost_of(setup, self.method.mix(setup, width))
+            if width <= budget.width and budget.allows(price):
+                return width
         width = fit(setup.model, setup.structure, budget, setup.example)[0]
-        price = cost_of(setup, self.method.mix(setup, width))
+        try:
+            price = cost_of(setup, self.method.mix(setup, width))
+        except ConfigError as problem:  # a method without a model that small
+            raise BudgetError(f"no size meets {budget}: {problem}") from problem
         if not budget.allows(price):
             raise BudgetError(f"no size meets {budget}; the one nearest to it costs {price}")
         return width
