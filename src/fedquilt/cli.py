@@ -348,10 +348,16 @@ def _sizes_of(config: Config, setup: Setup, batch_size: int) -> list[dict[str, f
     price = partial(cost_of, setup.model, setup.structure, batch_size=batch_size)
     whole = price(Subnet(), setup.example).params
     rows: list[dict[str, float]] = []
+    state = method.start(setup)
     for size in method.sizes(setup):
-        parts = [price(subnet, setup.example) for subnet in method.mix(setup, size)]
+        parts = [price(subnet, setup.example) for subnet in method.mix(setup, state, size)]
         total = reduce(operator.add, parts)
         rows.append({"width": size, "share": total.params / whole, **asdict(total)})
+    if not rows:
+        raise ConfigError(
+            f"the sizes of {config.method.name} follow the budgets of clients, and there are none "
+            "here; name them with --set method.widths=[1.0,0.5]"
+        )
     return rows
 
 
@@ -571,7 +577,7 @@ def _rows(run: Run, scores: Sequence[SizeScore]) -> list[dict[str, Any]]:
     setup = run.setup
     rows = []
     for score in scores:
-        mix = [s.leaving(*run.method.home) for s in run.method.mix(setup, score.width)]
+        mix = [s.leaving(*run.method.home) for s in run.method.mix(setup, run.state, score.width)]
         price = price_of(setup, mix)
         loss = score.loss if score.loss is not None and math.isfinite(score.loss) else None
         rows.append({**asdict(score), "loss": loss, "bytes": price.bytes})
@@ -624,7 +630,7 @@ def _facts(run: Run, small: nn.Module, *, is_family: bool) -> dict[str, Any]:
     """What a user of a small model must know."""
     setup, about = run.setup, run.about
     width = float(small.fedquilt_width)  # type: ignore[arg-type]
-    mix = run.method.mix(setup, width)
+    mix = run.method.mix(setup, run.state, width)
     price = price_of(setup, mix)
     is_mixed = isinstance(small, Mixture)
     return {

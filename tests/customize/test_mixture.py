@@ -80,7 +80,7 @@ def test_widths_become_nets_as_the_method_makes_them(base):
     model = Mixture([nn.Identity() for _ in range(method.num_bases)], base)
     for width in [*(k * base for k in range(1, method.num_bases + 1)), 0.35, 0.7, 0.99, 1.0]:
         model.width = width
-        assert len(model.widths) == len(method.mix(None, width))
+        assert len(model.widths) == len(method.mix(None, None, width))
         assert model.width == pytest.approx(len(model.widths) * base)
 
 

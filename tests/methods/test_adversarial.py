@@ -54,7 +54,7 @@ def test_oat_trains_one_net_that_is_told_its_trade_off(images, optimiser):
     after = here.round(method, state).params
     for part in ("norm.clean.weight", "norm.noise.running_mean", "film.scale.weight"):
         assert not after[f"features.1.{part}"].equal(state.params[f"features.1.{part}"])
-    (subnet,) = method.mix(here.setup, 0.5)
+    (subnet,) = method.mix(here.setup, state, 0.5)
     net = build(here.setup.model, here.setup.structure, subnet, after).eval()
     assert net.features[0].weight.shape[0] == 4  # of the width asked for
     answers = []

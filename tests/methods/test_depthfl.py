@@ -105,11 +105,12 @@ def test_depths_are_found_for_physical_limits_too(deep):
 @pytest.mark.parametrize("width", [1.0, 0.99, 0.75, 0.5, 0.3, 0.25])
 def test_a_size_is_the_exits_that_go_into_it(deep, width):
     world, method = deep()
-    (subnet,) = method.mix(world.setup, width)
+    state = world.start(method)
+    (subnet,) = method.mix(world.setup, state, width)
     assert subnet.skipped == tuple(f"exit{i}" for i in range(math.floor(4 * width) + 1, 5))
     assert subnet.without == ()
     with pytest.raises(ConfigError, match=r"one of 4 exits, 0\.25 of the whole, got 0\.2"):
-        method.mix(world.setup, 0.2)
+        method.mix(world.setup, state, 0.2)
 
 
 def mutual(outs) -> Tensor:

@@ -250,7 +250,7 @@ def test_one_width_for_all_is_fedavg_bit_for_bit(world, optimiser, same, distil,
         state = world.start(method)
         for _ in range(2):
             state = world.round(method, state)
-        (subnet,) = method.mix(world.setup, 0.5)
+        (subnet,) = method.mix(world.setup, state, 0.5)
         found.append(take(state.params, world.setup.structure, subnet))
     assert same(found[0], found[1])
 
@@ -304,7 +304,7 @@ def test_statistics_of_a_width_that_nobody_drew_are_kept(world, warm):
 def test_a_customized_model_has_what_its_width_owns(world, warm, own):
     method = fq.FjORD(ONE_BATCH, own=own)
     for width, owner in ((1.0, "1"), (0.5, "0.5"), (0.25, "0.25"), (0.4, "0.5"), (0.1, "0.25")):
-        (subnet,) = method.mix(world.setup, width)
+        (subnet,) = method.mix(world.setup, world.start(method), width)
         small = build(world.setup.model, world.setup.structure, subnet, warm.params)
         for name in ("running_mean", "running_var", "weight", "bias"):
             full = f"features.1.{name}"

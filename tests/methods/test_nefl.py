@@ -202,7 +202,7 @@ def answers(setup: Setup, method, state, sizes: tuple[float, ...], seed: int) ->
     generator = torch.Generator().manual_seed(seed)
     found = []
     for number, size in enumerate(sizes):
-        (subnet,) = method.mix(setup, size)
+        (subnet,) = method.mix(setup, state, size)
         cells = take(state.params, setup.structure, subnet)
         sent = {
             n: torch.randn(t.shape, generator=generator) if t.is_floating_point() else t
@@ -262,7 +262,9 @@ def test_a_round_averages_what_is_shared_and_each_submodels_own(setup, own, is_o
 
 def test_submodels_are_cut_in_width_and_in_depth(setup):
     """So that the oracle above sees cells that some clients hold and others do not."""
-    small = build(setup.model, setup.structure, by_both().mix(setup, 0.25)[0])
+    method = by_both()
+    (subnet,) = method.mix(setup, method.start(setup), 0.25)
+    small = build(setup.model, setup.structure, subnet)
     assert 1 < len(small.norm.weight) < 12
     assert not list(small.blocks[4].parameters())
     assert size_of(small) == pytest.approx(0.25, rel=0.05)
@@ -297,7 +299,7 @@ def test_steps_start_as_in_table_12(resnet56, start):
     method = fq.NeFL(table="resnet56", scaling="D", step_start=start)
     state = method.start(resnet56)
     for size, line in TABLE_12.items():
-        (subnet,) = method.mix(resnet56, size)
+        (subnet,) = method.mix(resnet56, state, size)
         tensors = take(state.params, resnet56.structure, subnet)
         for stage, steps in enumerate(line.split(" | "), 1):
             found = [tensors.get(f"layer{stage}.{i}.step", torch.zeros(())) for i in range(9)]
@@ -334,7 +336,7 @@ def test_attention_and_feed_forward_stand_in_for_their_own_kind():
 def test_a_step_of_three_adds_the_branch_three_times(given, steps):
     method = by_depth(steps=steps, step_start="ode")
     setup = method.prepared(given)
-    (subnet,) = method.mix(setup, 0.6)
+    (subnet,) = method.mix(setup, method.start(setup), 0.6)
     small = build(setup.model, setup.structure, subnet, method.start(setup).params).eval()
     net, x = given.model.eval(), torch.randn(3, 1, 5, 5)
     with torch.no_grad():

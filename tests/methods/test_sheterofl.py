@@ -131,7 +131,7 @@ def test_widths_share_normalisation_if_every_batch_is_normalised_by_itself(world
     state = world.round(method, world.start(method))
     assert not any("@" in n or "running" in n or "tracked" in n for n in state.params)
     for width in (1.0, 0.5, 0.25):
-        (subnet,) = method.mix(world.setup, width)
+        (subnet,) = method.mix(world.setup, state, width)
         small = build(world.setup.model, world.setup.structure, subnet, state.params)
         expected = state.params["features.1.weight"][: kept(width)[0]]
         assert small.features[1].weight.equal(expected)
@@ -238,7 +238,7 @@ def test_one_width_for_all_is_fedavg_bit_for_bit(world, optimiser, same, statist
         state = here.start(method)
         for _ in range(2):
             state = here.round(method, state)
-        (subnet,) = method.mix(here.setup, 1.0)
+        (subnet,) = method.mix(here.setup, state, 1.0)
         found.append(take(state.params, here.setup.structure, subnet))
     assert same(found[0], found[1])
 

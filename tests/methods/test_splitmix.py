@@ -216,13 +216,14 @@ def test_there_are_as_many_bases_as_fit_into_the_whole(world, base, count):
     assert method.num_bases == count
     wide = world.with_clients(replace(world.setup.clients[0], budget=Budget(1.0)))
     setup = wide.prepared(method).setup
-    (task,) = method.plan(setup, replace(method.start(setup), phase="train"), setup.clients)
+    state = replace(method.start(setup), phase="train")
+    (task,) = method.plan(setup, state, setup.clients)
     assert len(task.subnets) == count
     sizes = method.sizes(setup)
     assert sizes == pytest.approx([k * base for k in range(count, 0, -1)])
-    assert [len(method.mix(setup, width)) for width in sizes] == list(range(count, 0, -1))
+    assert [len(method.mix(setup, state, width)) for width in sizes] == list(range(count, 0, -1))
     assert max(sizes) <= 1
-    assert len(method.mix(setup, 1.0)) == count
+    assert len(method.mix(setup, state, 1.0)) == count
 
 
 # Algorithm 3: local training
@@ -773,5 +774,5 @@ def test_any_traceable_model_can_be_split_and_mixed(world, optimiser, make, toge
         with torch.no_grad():
             expected = sum(answers(run, i, x) for i in range(count)) / count
             torch.testing.assert_close(run.customize(width=count / 4)(x), expected)
-    assert [len(method.mix(run.setup, s.width)) for s in run.scores] == [4, 3, 2, 1]
+    assert [len(method.mix(run.setup, run.state, s.width)) for s in run.scores] == [4, 3, 2, 1]
     assert all(s.accuracy is not None for s in run.scores)

@@ -64,7 +64,7 @@ def evaluate(
     if robustness and not has_dial(setup.model):
         raise ConfigError(NO_DIAL)
     sizes = widths or method.sizes(setup)
-    mixes = [tuple(s.leaving(*method.home) for s in method.mix(setup, w)) for w in sizes]
+    mixes = [tuple(s.leaving(*method.home) for s in method.mix(setup, state, w)) for w in sizes]
     subnets = tuple(dict.fromkeys(subnet for mix in mixes for subnet in mix))  # each once
     recipe = Evaluate(
         mixes=tuple(tuple(map(subnets.index, mix)) for mix in mixes),
@@ -119,7 +119,7 @@ def accuracy_by_client(
     setup: Setup, method: Method, state: State, engine: Engine, testers: tuple[int, ...]
 ) -> dict[int, float]:
     """The largest net's accuracy on each client's own test data, all classes allowed."""
-    mix = tuple(s.leaving(*method.home) for s in method.mix(setup, max(method.sizes(setup))))
+    mix = tuple(s.leaving(*method.home) for s in method.mix(setup, state, max(method.sizes(setup))))
     recipe = Evaluate(mixes=(tuple(range(len(mix))),), home=method.home)
     tasks = [Task(c, mix, state.params, recipe, _seed(c)) for c in testers]
     return {

@@ -13,7 +13,7 @@ def step_sizes(setup: Setup, method: Method, state: State) -> ByBlock:
     """The step of every block that each size keeps (NeFL, Fig. 3a)."""
     found: ByBlock = {}
     for size in method.sizes(setup):
-        for subnet in method.mix(setup, size):
+        for subnet in method.mix(setup, state, size):
             for block in setup.structure.blocks.values():
                 if block.step is None or block.name in subnet.skipped:
                     continue
@@ -30,7 +30,7 @@ def mean_weights(setup: Setup, method: Method, state: State) -> ByBlock:
     """
     found: ByBlock = {}
     for size in method.sizes(setup) if setup.structure.blocks else ():
-        for subnet in method.mix(setup, size):
+        for subnet in method.mix(setup, state, size):
             tensors = take(state.params, setup.structure, subnet)
             for block in setup.structure.blocks.values():
                 weights = [tensors[n] for n in block.tensors if n in tensors]

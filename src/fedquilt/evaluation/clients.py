@@ -18,7 +18,7 @@ from fedquilt.evaluation.accuracy import cost_of
 from fedquilt.federation.client import Task, seed_of
 from fedquilt.federation.state import Setup, sample
 from fedquilt.methods.method import Method
-from fedquilt.structure.cut import cells, put, source_name
+from fedquilt.structure.cut import cells, put, shapes, source_name
 from fedquilt.structure.subnet import Subnet
 
 
@@ -77,17 +77,8 @@ def client_scores(
 
 def _num_params(setup: Setup, subnet: Subnet) -> int:
     weights = dict(setup.model.named_parameters())
-    return sum(
-        math.prod(
-            _count(index, size) for index, size in zip(where, weights[name].shape, strict=True)
-        )
-        for name, where in cells(setup.structure, subnet).items()
-        if name in weights
-    )
-
-
-def _count(index: slice | Tensor, size: int) -> int:
-    return len(range(size)[index]) if isinstance(index, slice) else len(index)
+    found = shapes(setup.structure, subnet)
+    return sum(math.prod(shape) for name, shape in found.items() if name in weights)
 
 
 def trained_shares(setup: Setup, method: Method) -> dict[str, float]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedquilt.federation.client import Client
 from fedquilt.structure.groups import Structure
+from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import Example
 
 
@@ -59,3 +60,4 @@ class State:
     params: Mapping[str, Tensor]  # global tensors; a subnet's own are called name@owner
     memory: Mapping[str, Any] = field(default_factory=dict)  # a method's own, as JSON values
     server: Mapping[str, Tensor] = field(default_factory=dict)  # a method's own, no part of a model
+    chosen: Mapping[int, Subnet] = field(default_factory=dict)  # by clients, each for itself

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
-from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods.method import initial, merged, within
+from fedquilt.federation.state import Setup, State
+from fedquilt.methods.method import Rounds, merged, within
 from fedquilt.structure.budget import times
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -37,7 +37,7 @@ from fedquilt.training.sgd import SGD
 
 
 @dataclass(frozen=True)
-class DepthFL:
+class DepthFL(Rounds):
     """Nested depths, the losses of all exits summed, exits that learn from each other.
 
     ``at`` names the modules that exits are behind; by default the stages of the net but the last.
@@ -65,11 +65,6 @@ class DepthFL:
         if not 0 <= self.feddyn < math.inf:
             raise ConfigError(f"feddyn is α of FedDyn, such as 0.1, or 0, got {self.feddyn}")
 
-    @property
-    def home(self) -> tuple[str, ...]:
-        """No tensor of the model stays on the client."""
-        return ()
-
     def prepared(self, setup: Setup) -> Setup:
         """The user's model with exits; an exit is what may be skipped, and no width is cut."""
         net = copy.deepcopy(setup.model)
@@ -79,14 +74,6 @@ class DepthFL:
             model = MultiExit(net, at, setup.example)
         structure = replace(setup.structure.uncut(model), blocks=model.blocks())
         return replace(setup, model=model, structure=structure)
-
-    def phases(self, setup: Setup) -> tuple[Phase, ...]:
-        """Rounds of training."""
-        return (Phase("train", setup.rounds, self.fraction),)
-
-    def start(self, setup: Setup) -> State:
-        """The model's own tensors."""
-        return initial(setup)
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """The deepest local model of each client."""
@@ -150,7 +137,7 @@ class DepthFL:
         count = len(setup.structure.blocks) + 1
         return tuple(depth / count for depth in range(count, 0, -1))
 
-    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """One subnet, which answers with the mean of its exits."""
         return (self.subnet(setup, width),)
 

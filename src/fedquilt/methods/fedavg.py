@@ -6,16 +6,16 @@ AISTATS 2017.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from fedquilt.errors import ConfigError
-from fedquilt.federation.client import Client, Task, Update, seed_of
-from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods.method import initial, merged, without_tracking
+from fedquilt.federation.client import Client, Task, seed_of
+from fedquilt.federation.state import Setup, State
+from fedquilt.methods.method import Rounds, initial, without_tracking
 from fedquilt.structure.cut import build
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.conditional import conditional
@@ -25,7 +25,7 @@ from fedquilt.training.sgd import SGD
 
 
 @dataclass(frozen=True)
-class FedAvg:
+class FedAvg(Rounds):
     """One width for all.
 
     Running statistics of batch normalisation are averaged like weights, or with
@@ -56,10 +56,6 @@ class FedAvg:
             torch.default_generator.manual_seed(seed_of(setup.seed, 0, 0, 1))
             net = conditional(net)
         return replace(setup, model=net, structure=setup.structure.uncut(net))
-
-    def phases(self, setup: Setup) -> tuple[Phase, ...]:
-        """Rounds of training."""
-        return (Phase("train", setup.rounds, self.fraction),)
 
     def start(self, setup: Setup) -> State:
         """The model's own tensors."""
@@ -94,14 +90,10 @@ class FedAvg:
             for client in cohort
         ]
 
-    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
-        """The mean, weighted by examples."""
-        return merged(setup, state, updates)
-
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """The one width."""
         return (self.width,)
 
-    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """The leading channels."""
         return (setup.structure.subnet(width),)

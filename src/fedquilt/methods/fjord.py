@@ -9,16 +9,15 @@ P -> widths. What the authors' code does differently is in docs/methods/fjord.md
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fedquilt.errors import ConfigError
-from fedquilt.federation.client import Client, Task, Update, seed_of
-from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.federation.client import Client, Task, seed_of
+from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import (
-    initial,
-    merged,
+    Rounds,
     nested,
     refuse_no_widths,
     trained_sizes,
@@ -33,7 +32,7 @@ OWN = {"statistics": STATISTICS, "norms": NORMS}
 
 
 @dataclass(frozen=True)
-class FjORD:
+class FjORD(Rounds):
     """Nested widths, ordered dropout, self-distillation, statistics of every width tracked.
 
     With ``distil`` the widest of a client's nets learns from the labels of every batch and the
@@ -56,23 +55,6 @@ class FjORD:
         if self.own not in OWN:
             raise ConfigError(f"a width's own are its statistics or norms, got '{self.own}'")
         refuse_no_widths(self.widths)
-
-    @property
-    def home(self) -> tuple[str, ...]:
-        """Nothing stays on the client."""
-        return ()
-
-    def prepared(self, setup: Setup) -> Setup:
-        """The user's model as it is."""
-        return setup
-
-    def phases(self, setup: Setup) -> tuple[Phase, ...]:
-        """Rounds of training."""
-        return (Phase("train", setup.rounds, self.fraction),)
-
-    def start(self, setup: Setup) -> State:
-        """The model's own tensors."""
-        return initial(setup)
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Every width p ≤ p_max of a client, the widest with all that they share."""
@@ -101,14 +83,10 @@ class FjORD:
         """The leading channels, with what that width owns, or else the next larger one."""
         return nested(setup, width, self.sizes(setup), OWN[self.own])
 
-    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
-        """Each cell is averaged over the clients that hold it, by their data."""
-        return merged(setup, state, updates)
-
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """The trained widths, largest first."""
         return trained_sizes(setup, self.widths)
 
-    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """One subnet."""
         return (self.subnet(setup, width),)

@@ -22,8 +22,8 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.method import (
+    Rounds,
     affordable,
-    initial,
     merged,
     nested,
     refuse_no_widths,
@@ -37,7 +37,7 @@ from fedquilt.training.statistics import Statistics
 
 
 @dataclass(frozen=True)
-class HeteroFL:
+class HeteroFL(Rounds):
     """Nested widths, Scaler, static batch normalisation, masked loss, label-aware averaging.
 
     ``assignment`` is ``fixed`` (a client's budget decides its width) or ``dynamic`` (redrawn
@@ -64,24 +64,11 @@ class HeteroFL:
             raise ConfigError(f"assignment is fixed or dynamic, got '{self.assignment}'")
         refuse_no_widths(self.widths)
 
-    @property
-    def home(self) -> tuple[str, ...]:
-        """Nothing stays on the client: every round is independent (Sec. 3.2)."""
-        return ()
-
-    def prepared(self, setup: Setup) -> Setup:
-        """The user's model as it is."""
-        return setup
-
     def phases(self, setup: Setup) -> tuple[Phase, ...]:
         """Algorithm 1: rounds of training, then the query of representation statistics."""
         train = Phase("train", setup.rounds, self.fraction)
         query = Phase("statistics", 1, 1.0, is_closing=True)
         return (train, query) if setup.structure.statistics else (train,)
-
-    def start(self, setup: Setup) -> State:
-        """Algorithm 1: initialise W_g."""
-        return initial(setup)
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Algorithm 1: determine each client's level p, W_m <- W_g[: d_m, : k_m], and its work."""
@@ -127,7 +114,7 @@ class HeteroFL:
         """Widths that are trained, largest first."""
         return trained_sizes(setup, self.widths)
 
-    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """One subnet."""
         return (self.subnet(setup, width),)
 

@@ -25,6 +25,11 @@ class Method(Protocol):
         """Tensors that stay on the client, as patterns."""
         ...
 
+    @property
+    def starts_anew(self) -> bool:
+        """Whether it draws initial values of its own, so that those of the model do not matter."""
+        ...
+
     def prepared(self, setup: Setup) -> Setup:
         """The setup with the net that is really trained, which may be made from the user's."""
         ...
@@ -49,9 +54,37 @@ class Method(Protocol):
         """Widths that the method trains, largest first."""
         ...
 
-    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
-        """The finished model of a width: a subnet, or several whose logits are averaged."""
+    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
+        """The model of a width in a finished state: a subnet, or several whose logits are mixed."""
         ...
+
+
+class Rounds:
+    """What most methods have in common; a method's own file says where it differs.
+
+    Rounds of training the user's model from its own tensors, nothing kept at home, and the mean of
+    every cell over the clients that hold it.
+    """
+
+    fraction: float  # of the clients, in each round
+    home: tuple[str, ...] = ()
+    starts_anew: bool = False
+
+    def prepared(self, setup: Setup) -> Setup:
+        """The user's model as it is."""
+        return setup
+
+    def phases(self, setup: Setup) -> tuple[Phase, ...]:
+        """Rounds of training."""
+        return (Phase("train", setup.rounds, self.fraction),)
+
+    def start(self, setup: Setup) -> State:
+        """The model's own tensors."""
+        return initial(setup)
+
+    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+        """Each cell is averaged over the clients that hold it."""
+        return merged(setup, state, updates)
 
 
 def initial(setup: Setup) -> State:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
-from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.federation.state import Setup, State
 from fedquilt.methods import submodels
-from fedquilt.methods.method import initial, merged, within
+from fedquilt.methods.method import Rounds, initial, merged, within
 from fedquilt.structure.groups import NORMS, STEPS, Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -32,7 +32,7 @@ from fedquilt.training.sgd import SGD
 
 
 @dataclass(frozen=True)
-class NeFL:
+class NeFL(Rounds):
     """Submodels of several sizes; what they share is averaged, the rest is each one's own.
 
     ``scaling`` makes the submodels of the ``gammas`` (fractions of the parameters): ``W`` by width,
@@ -76,11 +76,6 @@ class NeFL:
         if self.step_start == "ode" and self.steps == "none":
             raise ConfigError("step_start 'ode' needs steps; let them be learned or constant")
 
-    @property
-    def home(self) -> tuple[str, ...]:
-        """Nothing stays on the client."""
-        return ()
-
     def prepared(self, setup: Setup) -> Setup:
         """Sec. 4.1.1: every block gets a step, Y_{j+1} = Y_j + s_j F(Y_j)."""
         if self.steps == "none" or not setup.structure.blocks:
@@ -88,10 +83,6 @@ class NeFL:
         learnable = self.steps == "learned"
         model, structure = setup.structure.with_steps(setup.model, learnable=learnable)
         return replace(setup, model=model, structure=structure)
-
-    def phases(self, setup: Setup) -> tuple[Phase, ...]:
-        """Algorithm 1: rounds of training."""
-        return (Phase("train", setup.rounds, self.fraction),)
 
     def start(self, setup: Setup) -> State:
         """θ_c, and θ_ic,k where a submodel does not start as the global model does (D_O)."""
@@ -145,7 +136,7 @@ class NeFL:
         """γ of each submodel, largest first."""
         return tuple(sorted(self.submodels(setup), reverse=True))
 
-    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """The largest submodel that is not larger than asked."""
         subnets = self.submodels(setup)
         small_enough = [size for size in subnets if size <= width + 1e-9]

@@ -6,16 +6,15 @@ Customization." ICLR 2022, Sec. 4.1: HeteroFL with slimmable training (Yu et al.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from fedquilt.errors import ConfigError
-from fedquilt.federation.client import Client, Task, Update, seed_of
-from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.federation.client import Client, Task, seed_of
+from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import (
-    initial,
-    merged,
+    Rounds,
     nested,
     refuse_no_widths,
     trained_sizes,
@@ -29,7 +28,7 @@ from fedquilt.training.slimmable import Slimmable
 
 
 @dataclass(frozen=True)
-class SHeteroFL:
+class SHeteroFL(Rounds):
     """Nested widths, the gradients of all that a client can afford summed.
 
     With ``statistics="tracked"`` every width has normalisation of its own, with ``"batch"`` they
@@ -51,22 +50,9 @@ class SHeteroFL:
             raise ConfigError(f"statistics are batch or tracked, got '{self.statistics}'")
         refuse_no_widths(self.widths)
 
-    @property
-    def home(self) -> tuple[str, ...]:
-        """Nothing stays on the client."""
-        return ()
-
     def prepared(self, setup: Setup) -> Setup:
         """The model itself, or without running statistics."""
         return without_tracking(setup) if self.statistics == "batch" else setup
-
-    def phases(self, setup: Setup) -> tuple[Phase, ...]:
-        """Rounds of training."""
-        return (Phase("train", setup.rounds, self.fraction),)
-
-    def start(self, setup: Setup) -> State:
-        """The model's own tensors."""
-        return initial(setup)
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Every width that a client can afford, the widest with all that they share."""
@@ -99,14 +85,10 @@ class SHeteroFL:
         """The leading channels, with the normalisation of that width or of the next larger one."""
         return nested(setup, width, self.sizes(setup), NORMS)
 
-    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
-        """Each cell is averaged over the clients that hold it."""
-        return merged(setup, state, updates)
-
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """The trained widths, largest first."""
         return trained_sizes(setup, self.widths)
 
-    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """One subnet."""
         return (self.subnet(setup, width),)

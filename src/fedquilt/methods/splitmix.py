@@ -99,6 +99,11 @@ class SplitMix:
             )
 
     @property
+    def starts_anew(self) -> bool:
+        """Every base is drawn."""
+        return True
+
+    @property
     def kind(self) -> BNStatistics:
         """What batch normalisation uses: as told, or as the paper advises."""
         return self.statistics or ("tracked" if self.robust else "batch")
@@ -261,7 +266,7 @@ class SplitMix:
     def _width(self, count: int) -> float:
         return min(1.0, count * self.base)  # six bases of 0.16666666667 are the whole
 
-    def mix(self, setup: Setup, width: float) -> tuple[Subnet, ...]:
+    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """Algorithm 1, line 11: the mean of the logits of the first ⌊R/r⌋ bases."""
         count = min(self.num_bases, times(width, self.base))
         if count < 1:

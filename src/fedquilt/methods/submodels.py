@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fedquilt.errors import ConfigError, unknown
+from fedquilt.structure.blocks import by_stage
 from fedquilt.structure.cut import shapes
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
@@ -345,12 +346,7 @@ def _refined(scale: _Scale, low: Subnet, high: Subnet, size: float) -> Subnet:
 
 
 def _stages(structure: Structure) -> list[list[list[str]]]:
-    """Blocks by stage (a container) and module, in the net's order."""
-    stages: dict[str, dict[str, list[str]]] = {}
-    for block in structure.blocks.values():
-        stage = stages.setdefault(block.module.rpartition(".")[0], {})
-        stage.setdefault(block.module, []).append(block.name)
-    return [list(stage.values()) for stage in stages.values()]
+    return [list(stage.values()) for stage in by_stage(structure.blocks.values()).values()]
 
 
 def _even_depths(structure: Structure) -> Iterator[list[str]]:

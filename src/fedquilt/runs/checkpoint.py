@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedquilt.errors import CheckpointError
 from fedquilt.federation.state import State
+from fedquilt.structure.subnet import Subnet
 
 FORMAT, VERSION = "fedquilt-checkpoint", 1
 KEYS = ("fingerprint", "kept", "memory", "phase", "round", "sha256")
@@ -49,6 +50,7 @@ def save(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
             "phase": state.phase,
             "memory": state.memory,
             "kept": {str(c): v for c, v in checkpoint.kept.items()},
+            "chosen": {str(c): s.encode().decode() for c, s in state.chosen.items()},
             "sha256": digest,
         }
         if state.server:
@@ -98,7 +100,8 @@ def load(path: Path, fingerprint: str | None = None) -> Checkpoint:
     params = read_tensors(path / "params.safetensors", about["sha256"])
     digest = about.get("server")  # few methods keep tensors on the server
     server = {} if digest is None else read_tensors(path / "server.safetensors", digest)
-    state = State(about["round"], about["phase"], params, about["memory"], server)
+    chosen = {int(c): Subnet.decode(s.encode()) for c, s in about.get("chosen", {}).items()}
+    state = State(about["round"], about["phase"], params, about["memory"], server, chosen)
     return Checkpoint(state, {int(c): v for c, v in about["kept"].items()})
 
 

@@ -24,7 +24,6 @@ from fedquilt.data.load import Source
 from fedquilt.errors import CheckpointError, ConfigError, DataError
 from fedquilt.federation.state import Setup
 from fedquilt.methods.method import Method
-from fedquilt.methods.splitmix import SplitMix
 from fedquilt.models.pretrained import Matched, load_pretrained
 from fedquilt.runs import checkpoint
 from fedquilt.runs.loop import Pace, Watch
@@ -50,7 +49,7 @@ def ready(
         model, example, exclude=config.model.exclude, blocks=config.model.blocks
     )
     if config.model.weights is not None and not resume:  # a resumed run has its initial values
-        tell(_pretrained(model, method, config.model.weights, strict=config.model.weights_strict))
+        tell(_pretrained(model, method, config))
     scale = source.train.scale
     if resume and (last := last_checkpoint(folder)) is not None:
         whole = Setup(model, structure, example, population.clients, config.rounds, config.seed)
@@ -74,14 +73,16 @@ def ready(
     )
 
 
-def _pretrained(model: nn.Module, method: Method, path: str, *, strict: bool) -> Matched:
+def _pretrained(model: nn.Module, method: Method, config: Config) -> Matched:
     """Weights of a file, written into the model that the method starts from."""
-    if isinstance(method, SplitMix):
+    path = config.model.weights
+    assert path is not None
+    if method.starts_anew:
         raise ConfigError(
-            "splitmix draws the initial values of all its bases anew, so that it would not use "
+            f"{config.method.name} draws the initial values anew, so that it would not use "
             f"model.weights = '{path}'; leave it out, or choose a method such as heterofl"
         )
-    return load_pretrained(model, path, strict=strict)
+    return load_pretrained(model, path, strict=config.model.weights_strict)
 
 
 def _remember(config: Config, folder: Path, *, resume: bool) -> None:

@@ -85,10 +85,10 @@ class Run:
         found = self._width_within(_budget(max(sizes) if width is None else width, limits))
         nets = [
             build(setup.model, setup.structure, subnet, self._tensors(subnet))
-            for subnet in self.method.mix(setup, found)
+            for subnet in self.method.mix(setup, self.state, found)
         ]
         small: Any = nets[0]
-        if len(self.method.mix(setup, max(sizes))) > 1:
+        if len(self.method.mix(setup, self.state, max(sizes))) > 1:
             small = Mixture(nets, base=min(sizes))
             found = small.width
         if dial is not None:
@@ -120,12 +120,12 @@ class Run:
             return budget.width
         setup = self.setup
         for width in self.method.sizes(setup):
-            price = cost_of(setup, self.method.mix(setup, width))
+            price = cost_of(setup, self.method.mix(setup, self.state, width))
             if width <= budget.width and budget.allows(price):
                 return width
         width = fit(setup.model, setup.structure, budget, setup.example)[0]
         try:
-            price = cost_of(setup, self.method.mix(setup, width))
+            price = cost_of(setup, self.method.mix(setup, self.state, width))
         except ConfigError as problem:  # a method without a model that small
             raise BudgetError(f"no size meets {budget}: {problem}") from problem
         if not budget.allows(price):
@@ -270,7 +270,8 @@ def train(
         )
         state, scores = loop.run(resume=resume)
         kept = {str(c): v for c, v in running.kept().items()}
-    described = {**_description(setup, method), **(about or {}), "kept": kept}
+    chosen = {str(c): s.encode().decode() for c, s in state.chosen.items()}
+    described = {**_description(setup, method), **(about or {}), "kept": kept, "chosen": chosen}
     if folder is not None:
         bundle.save(folder / "model", state.params, found, described)
     return Run(setup, method, state, scores, clients, folder, described, whole)
@@ -393,7 +394,8 @@ def open_run(
     expected = setup.structure.shapes
     if any(expected.get(n.partition("@")[0]) != found.params.shape(n) for n in found.params):
         raise _of_another_model(folder)
-    state = State(setup.rounds, "", found.params)
+    chosen = {int(c): Subnet.decode(s.encode()) for c, s in found.about.get("chosen", {}).items()}
+    state = State(setup.rounds, "", found.params, chosen=chosen)
     return Run(setup, method, state, (), None, folder, found.about, whole)
 
 

@@ -370,8 +370,22 @@ def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next(iter(kwargs.values()))
 
 
+def by_stage(blocks: Iterable[Block]) -> dict[str, dict[str, list[str]]]:
+    """The names of blocks by stage, which is a container of modules, and by module, in order.
+
+    >>> names = ["layer1.0", "layer1.1", "layer2.0"]
+    >>> by_stage(Block(name, name, 0, ()) for name in names)["layer1"]
+    {'layer1.0': ['layer1.0'], 'layer1.1': ['layer1.1']}
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for block in blocks:
+        modules = found.setdefault(block.module.rpartition(".")[0], {})
+        modules.setdefault(block.module, []).append(block.name)
+    return found
+
+
 def first_of_each_stage(blocks: Mapping[str, Block], depth: float) -> list[str]:
-    """The blocks of the first ⌈depth · n⌉ modules of every stage, which is a container of them.
+    """The blocks of the first ⌈depth · n⌉ modules of every stage.
 
     >>> names = ["layer1.0", "layer1.1", "layer1.2", "layer2.0"]
     >>> first_of_each_stage({name: Block(name, name, 0, ()) for name in names}, 0.5)
@@ -379,12 +393,9 @@ def first_of_each_stage(blocks: Mapping[str, Block], depth: float) -> list[str]:
     """
     if not 0 < depth <= 1:
         raise StructureError(f"depths are fractions in (0, 1], got {depth}; 1 keeps every block")
-    stages: dict[str, dict[str, None]] = {}
-    for block in blocks.values():
-        stages.setdefault(block.module.rpartition(".")[0], {})[block.module] = None
-    kept = {
-        module
-        for stage in stages.values()
-        for module in list(stage)[: max(1, math.ceil(round(depth * len(stage), 9)))]
-    }
-    return [block.name for block in blocks.values() if block.module in kept]
+    return [
+        name
+        for stage in by_stage(blocks.values()).values()
+        for names in list(stage.values())[: max(1, math.ceil(round(depth * len(stage), 9)))]
+        for name in names
+    ]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fedquilt.errors import StructureError
-from fedquilt.structure.blocks import BY_MODULE, Block, remove, residual_blocks
+from fedquilt.structure.blocks import BY_MODULE, Block, by_stage, remove, residual_blocks
 from fedquilt.structure.code import Unreadable, code_of, compiled, parts_of, unused
 from fedquilt.structure.trace import Example, arguments, named_tensors, training_inputs
 from fedquilt.training.losses import cross_entropy
@@ -111,12 +111,12 @@ def natural_exits(net: nn.Module) -> tuple[str, ...]:
     >>> natural_exits(nn.Sequential(*layers, nn.Linear(64, 2)))
     ('1',)
     """
-    modules = dict.fromkeys(b.module for b in residual_blocks(net).values() if b.module)
-    stages = dict.fromkeys(name.rpartition(".")[0] for name in modules)
-    stages.pop("", None)
-    if len(stages) > 1:
-        return tuple(stages)[:-1]
-    ends = list(modules) if len(modules) > 1 else _ends_of_steps(net)
+    found = by_stage(b for b in residual_blocks(net).values() if b.module)
+    modules = [module for stage in found.values() for module in stage]
+    containers = [name for name in found if name]
+    if len(containers) > 1:
+        return tuple(containers[:-1])
+    ends = modules if len(modules) > 1 else _ends_of_steps(net)
     count = min(NUM_EXITS, len(ends))
     if count < 2:
         raise StructureError(
