@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedquilt.config import as_toml, checked, read
 from fedquilt.errors import BudgetError
 from fedquilt.federation.mix import LEVELS, deal, parse
 from fedquilt.structure.budget import Budget
@@ -41,6 +42,62 @@ def test_text_lists_budgets_and_limits_name_the_same_mixes():
         Budget(params=1000),
         Budget(0.5, macs=7),
     ]
+
+
+# limits with parts
+
+
+def test_limits_are_dealt_by_their_parts_in_their_order():
+    mix = [{"params": 9, "part": 1}, {"params": 5, "part": 3}, {"params": 2, "part": 6}]
+    assert [b.params for b in deal(mix, 10)] == [9] + [5] * 3 + [2] * 6
+    assert [b.params for b in deal(mix, 20)] == [9] * 2 + [5] * 6 + [2] * 12
+    assert [b.params for b in deal(mix[::-1], 10)] == [2] * 6 + [5] * 3 + [9]
+
+
+def test_whatever_names_no_part_has_one():
+    mix = [0.5, Budget(0.25), {"width": 0.125}, {"width": 1, "part": 2}]
+    assert widths(mix, 10) == [0.5] * 2 + [0.25] * 2 + [0.125] * 2 + [1] * 4
+
+
+def test_a_part_of_zero_gets_nobody_and_a_part_alone_limits_nothing():
+    assert deal([{"params": 9, "part": 0}, {"part": 3}], 4) == [Budget()] * 4
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(LEVELS)), st.integers(1, 9)), min_size=1))
+def test_parts_of_limits_and_of_levels_mean_the_same(shares):
+    text = "-".join(f"{level}{part}" for level, part in shares)
+    assert parse([{"width": LEVELS[level], "part": part} for level, part in shares]) == parse(text)
+
+
+def test_limits_are_counts_also_where_they_are_given_as_floats():
+    given = {"width": 0.5, "params": 2.2e6, "macs": 88e6, "memory": 1e9, "upload": 7.9}
+    (budget,) = deal([given], 1)
+    assert budget == Budget(0.5, 2_200_000, 88_000_000, 1_000_000_000, 7)
+    counts = (budget.params, budget.macs, budget.memory, budget.upload)
+    assert {type(count) for count in counts} == {int}
+    assert {type(part) for _, part in parse([{"part": 5.0}]).shares} == {int}
+
+
+def test_parts_survive_a_config_file(tmp_path):
+    tiers = [{"macs": 88e6, "params": 2.2e6, "part": 3}, {"width": 0.5}]
+    config = checked({"data": {"budgets": tiers}})
+    (tmp_path / "config.toml").write_text(as_toml(config))
+    again = checked(read(tmp_path / "config.toml"))
+    assert again == config
+    whole = Budget(params=2_200_000, macs=88_000_000)
+    assert deal(again.data.budgets, 4) == [whole] * 3 + [Budget(0.5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"), [("high-capacity", (5, 3, 2)), ("low-capacity", (2, 3, 5))]
+)
+def test_apfls_capacities_are_those_of_its_table(name, counts):
+    limits = [(88_000_000, 2_200_000), (59_000_000, 1_300_000), (28_000_000, 700_000)]
+    tiers = [Budget(macs=macs, params=params) for macs, params in limits]
+    for times in (1, 2, 10):
+        blocks = zip(tiers, counts, strict=True)
+        expected = [tier for tier, count in blocks for _ in range(times * count)]
+        assert deal(name, 10 * times) == expected
 
 
 @given(
@@ -156,6 +213,21 @@ def test_the_median_client_gets_the_median_where_it_is_on_the_grid():
         ([-1], "got -1"),
         ([{"colour": 3}], "colour"),
         ([{"params": 0}], "params"),
+        ([{"params": 0.5}], "params is a number from 1 on, got 0.5; leave it out"),
+        ([{"macs": -3.0}], "macs is .* got -3.0"),
+        ([{"memory": float("inf")}], "memory is .* got inf"),
+        ([{"upload": float("nan")}], "upload is .* got nan"),
+        ([{"macs": "many"}], "by a number, .* got .*'many'"),
+        ([{"parts": 3}], "may have a part, got .*'parts'.*; write for example"),
+        ([{"part": 0.5}], "whole number, got 0.5; write 5, 3 and 2"),
+        ([{"part": -1}], "whole number, got -1"),
+        ([{"part": float("nan")}], "whole number, got nan"),
+        ([{"part": float("inf")}], "whole number, got inf"),
+        ([{"part": 0}, {"part": 0.0}], "all 0; give at least one"),
+        ([{"width": 2.0, "part": 2}], "got 2.0"),
+        ("high", "'high' .* high-capacity or low-capacity"),
+        ("low-capacity-1", "'low' .* high-capacity or low-capacity"),
+        ("1,high", "high-capacity, low-capacity or divisors .* got '1,high'"),
         ([float("nan")], "nan"),
     ],
 )

@@ -56,7 +56,9 @@ def test_constructors_draw_every_layer_once_in_its_place_and_nothing_else(name):
     for layer in net.modules():
         if isinstance(layer, nn.Conv2d):
             kernel, bias = layer.kernel_size, layer.bias is not None
-            twin = nn.Conv2d(layer.in_channels, layer.out_channels, kernel, bias=bias)
+            twin = nn.Conv2d(
+                layer.in_channels, layer.out_channels, kernel, groups=layer.groups, bias=bias
+            )
         elif isinstance(layer, nn.Linear):
             twin = nn.Linear(layer.in_features, layer.out_features)
         else:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Real
 from statistics import NormalDist
 
 from fedquilt.errors import BudgetError
@@ -13,6 +14,12 @@ from fedquilt.structure.budget import Budget
 
 LEVELS = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.125, "e": 0.0625}  # HeteroFL's levels
 EIGHTHS = tuple(k / 8 for k in range(1, 9))
+TIERS = (  # APFL's high, medium and low budget (Table 2)
+    Budget(params=2_200_000, macs=88_000_000),
+    Budget(params=1_300_000, macs=59_000_000),
+    Budget(params=700_000, macs=28_000_000),
+)
+CAPACITIES = {"high-capacity": (5, 3, 2), "low-capacity": (2, 3, 5)}  # parts of its tiers
 
 Share = tuple[Budget, int]  # a budget, and its part of the clients
 Mix = str | Sequence[float | Budget | Mapping[str, float]]
@@ -23,6 +30,13 @@ class Shares:
     """Budgets and their parts: contiguous blocks in this order, the rest gets the last."""
 
     shares: tuple[Share, ...]
+
+    def __post_init__(self) -> None:
+        """Refuses parts that leave every client without a budget."""
+        if not any(part for _, part in self.shares):
+            raise BudgetError(
+                "the parts of the budgets are all 0; give at least one of them a part above 0"
+            )
 
     def deal(self, num_clients: int) -> list[Budget]:
         """A budget for each client."""
@@ -73,26 +87,34 @@ class LogNormal:
 def parse(mix: Mix) -> Shares | Steps | LogNormal:
     """What a mix says.
 
-    A mix is a list of widths, of budgets or of limits (``{"params": 100_000}``), equal parts each;
-    or a text: widths (``1,0.5,0.25``), HeteroFL's levels with proportions (``a1-e9``), Split-Mix's
-    divisors joined by hyphens (``8-4-2-1`` are 1/8, 1/4, 1/2 and 1, and ``8d3`` is 3/8), or its
-    log-normal widths (``ln0.5_0.4``: spread and median). One number alone is a width.
+    A mix is a list of widths, of budgets or of limits; with limits may stand how many parts of the
+    clients have them (``{"params": 100_000, "part": 2}``; otherwise 1). Or it is a text: widths
+    (``1,0.5,0.25``), HeteroFL's levels with proportions (``a1-e9``), Split-Mix's divisors joined
+    by hyphens (``8-4-2-1`` are 1/8, 1/4, 1/2 and 1, and ``8d3`` is 3/8), its log-normal widths
+    (``ln0.5_0.4``: spread and median), or APFL's ``high-capacity`` and ``low-capacity``. One number
+    alone is a width.
 
     >>> parse("8-4-8d3-2")
     Steps(widths=(0.125, 0.25, 0.375, 0.5))
     >>> [(budget.width, part) for budget, part in parse("a1-e9").shares]
     [(1.0, 1), (0.0625, 9)]
+    >>> [(budget.macs, part) for budget, part in parse("low-capacity").shares]
+    [(88000000, 2), (59000000, 3), (28000000, 5)]
     """
     if not isinstance(mix, str):
-        shares = tuple((_budget(item), 1) for item in mix)
+        shares = tuple(_share(item) for item in mix)
         if not shares:
             raise BudgetError("budgets are empty; give at least one, such as 1")
         return Shares(shares)
+    if mix in CAPACITIES:
+        return Shares(tuple(zip(TIERS, CAPACITIES[mix], strict=True)))
     if mix.startswith("ln"):
         return _log_normal(mix)
     if re.fullmatch(r"\d+(d\d+)?(-\d+(d\d+)?)+", mix):
         return Steps(tuple(sorted(_fraction(word) for word in mix.split("-"))))
-    return Shares(tuple(_levels(mix) if mix[:1].isalpha() else _widths(mix)))
+    if mix[:1].isalpha():
+        return Shares(tuple(_level(word) for word in mix.split("-")))
+    return Shares(tuple(_widths(mix)))
 
 
 def deal(mix: Mix, num_clients: int) -> list[Budget]:
@@ -127,19 +149,12 @@ def _fraction(word: str) -> float:
     return int(times or 1) / int(divisor)
 
 
-def _levels(text: str) -> list[Share]:
-    shares = [_level(word) for word in text.split("-")]
-    if not any(part for _, part in shares):
-        raise BudgetError(f"the parts of '{text}' are all 0; give a level some clients, like a1-e9")
-    return shares
-
-
 def _level(word: str) -> Share:
     match = re.fullmatch(r"([a-z])(\d*)", word)
     if match is None or match[1] not in LEVELS:
         raise BudgetError(
             f"'{word}' is not a level with its part; write levels {', '.join(LEVELS)} like a1-e9, "
-            "or widths like 1,0.5,0.25"
+            f"widths like 1,0.5,0.25, or {' or '.join(CAPACITIES)}"
         )
     return Budget(LEVELS[match[1]]), int(match[2] or 1)
 
@@ -149,19 +164,35 @@ def _widths(text: str) -> list[Share]:
         return [(Budget(float(word)), 1) for word in text.split(",")]
     except ValueError:
         raise BudgetError(
-            "budgets are widths like 1,0.5,0.25, levels like a1-e9 or divisors like 8-4-2-1, got "
-            f"'{text}'"
+            f"budgets are widths like 1,0.5,0.25, levels like a1-e9, {', '.join(CAPACITIES)} or "
+            f"divisors like 8-4-2-1, got '{text}'"
         ) from None
 
 
-def _budget(item: float | Budget | Mapping[str, float]) -> Budget:
+def _share(item: float | Budget | Mapping[str, float]) -> Share:
     if isinstance(item, Budget):
-        return item
-    if isinstance(item, Mapping):
-        try:
-            return Budget(**item)  # type: ignore[arg-type]
-        except TypeError:
-            raise BudgetError(
-                f"a budget limits width, params, macs, memory or upload, got {dict(item)}"
-            ) from None
-    return Budget(item)
+        return item, 1
+    if not isinstance(item, Mapping):
+        return Budget(item), 1
+    known = {"part", *(field.name for field in fields(Budget))}
+    if not all(name in known and isinstance(value, Real) for name, value in item.items()):
+        raise BudgetError(
+            "a budget limits width, params, macs, memory or upload by a number, and may have a "
+            f"part, got {dict(item)}; write for example {{params = 100000, part = 2}}"
+        )
+    part = item.get("part", 1)
+    if part < 0 or part % 1 != 0:
+        raise BudgetError(
+            f"a budget's part is a whole number, got {part}; write 5, 3 and 2 for 50, 30 and 20 %"
+        )
+    limits = {name: _limit(name, item[name]) for name in item if name not in ("width", "part")}
+    return Budget(item.get("width", 1.0), **limits), int(part)
+
+
+def _limit(name: str, limit: float) -> int:
+    """The limit as a count: settings give 2.2e6 as a float."""
+    if not 1 <= limit < math.inf:
+        raise BudgetError(
+            f"the limit on {name} is a number from 1 on, got {limit}; leave it out if there is none"
+        )
+    return int(limit)

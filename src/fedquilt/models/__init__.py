@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from fedquilt.errors import ConfigError, unknown
+from fedquilt.models.apfl import MobileNetV2
 from fedquilt.models.heterofl import CNN, PreResNet
 from fedquilt.models.mlp import MLP
 from fedquilt.models.nefl import BasicBlock, ResNet, ViT, WideBottleneck
@@ -32,6 +33,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "wideresnet101-2": partial(ResNet, WideBottleneck, (3, 4, 23, 3), stem="imagenet"),
     "vit-b16": ViT,
     "vit-small": partial(ViT, image_size=32, patch_size=4, dim=192, depth=6, heads=3, mlp_dim=768),
+    "mobilenetv2": MobileNetV2,
 }
 
 
