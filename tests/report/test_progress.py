@@ -8,7 +8,7 @@ from rich.console import Console
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.federation.client import Failure
 from fedquilt.report.progress import Seen, Watch, picture
-from fedquilt.runs.loop import ClientDone, Evaluated, RoundDone, RoundStarted
+from fedquilt.runs.loop import ClientDone, ClientProgress, Evaluated, RoundDone, RoundStarted
 
 SCORES = (
     SizeScore(1.0, 100, 1000, 0.9, 0.95, 0.3, 50),
@@ -24,6 +24,12 @@ ROUND = (
     ClientDone(1),
     Evaluated(1, SCORES, (), 0, 0, False, 0.1),
 )
+
+
+def shown(seen):
+    console = Console(file=io.StringIO(), width=100)
+    console.print(picture(seen))
+    return console.file.getvalue()
 
 
 def test_plain_lines_are_one_per_round_evaluation_and_failure():
@@ -51,12 +57,9 @@ def test_the_picture_has_round_phase_clients_loss_accuracy_failures_and_time():
     for event in ROUND:
         seen.note(event)
     now[0] = 7.0
-    console = Console(file=io.StringIO(), width=100)
-    console.print(picture(seen))
-    shown = console.file.getvalue()
     expected = ["round 1/10", "statistics", "1/1 clients", "loss 0.5000", "1 failed"]
     for words in [*expected, "1:03 left", "90.0% at 1, 80.0% at 0.5"]:
-        assert words in shown
+        assert words in shown(seen)
 
 
 def test_time_left_counts_clients_and_only_this_sitting():
@@ -69,3 +72,68 @@ def test_time_left_counts_clients_and_only_this_sitting():
     now[0] = 110.0
     assert seen.rounds == 10.5
     assert seen.seconds_left == pytest.approx(30.0)
+
+
+def test_two_clients_of_ten_that_are_half_done_are_one_of_ten():
+    now = [0.0]
+    seen = Seen(4, clock=lambda: now[0])
+    seen.note(RoundStarted(2, "search", 10))
+    for share in (0.2, 0.5):
+        seen.note(ClientProgress(6, share))
+        seen.note(ClientProgress(3, share))
+    now[0] = 20.0
+    assert seen.rounds == pytest.approx(1.1)
+    assert seen.seconds_left == pytest.approx(20.0 / 0.1 * 2.9)
+    assert "search · 1.0/10 clients" in shown(seen)
+    seen.note(ClientDone(3))
+    assert seen.rounds == pytest.approx(1.15)
+    seen.note(ClientProgress(6, 0.1))  # its worker died
+    assert seen.rounds == pytest.approx(1.11)
+    seen.note(ClientDone(6, "out of memory"))
+    assert seen.rounds == pytest.approx(1.2)
+    assert "search · 2/10 clients" in shown(seen)
+
+
+def test_shares_of_a_round_do_not_count_in_the_next():
+    seen = Seen(4)
+    for event in (RoundStarted(1, "search", 2), ClientProgress(0, 0.5), RoundStarted(2, "a", 2)):
+        seen.note(event)
+    assert seen.clients == 0
+
+
+def test_plain_lines_tell_of_long_rounds_now_and_then():
+    now, file = [0.0], io.StringIO()
+    with Watch(Console(file=file), num_rounds=131, clock=lambda: now[0]) as watch:
+        now[0] = 100.0  # what came before the round does not count
+        watch(RoundStarted(31, "search", 4))
+        for second in range(1, 26):
+            now[0] = 100.0 + second
+            watch(ClientProgress(4, second / 100))
+            watch(ClientProgress(3, min(second / 15, 1.0)))
+            watch(ClientProgress(9, 1.0))  # done, but its result has to wait
+        watch(RoundStarted(32, "search", 4))
+        now[0] += 9.0
+        watch(ClientProgress(4, 0.5))
+    assert file.getvalue().splitlines() == [
+        "round 31/131 (search): client 3 60%, client 4 10%",
+        "round 31/131 (search): client 4 20%",
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_live_display_is_drawn_ten_times_a_second_at_most_and_prints_no_shares():
+    now, file = [0.0], Terminal()
+    console = Console(file=file, force_terminal=True, width=100)
+    with Watch(console, num_rounds=131, clock=lambda: now[0]) as watch:
+        watch(RoundStarted(31, "search", 10))
+        for millisecond in range(1, 20_001):
+            now[0] = millisecond / 1000
+            watch(ClientProgress(3, millisecond / 40_000))
+        pictures = file.getvalue().count("10 clients")
+        assert "0.5/10 clients" in file.getvalue()
+    assert 100 <= pictures <= 201
+    assert "client 3" not in file.getvalue()

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt.engines import local
 from fedquilt.engines.local import LocalEngine
 from fedquilt.errors import CheckpointError, ConfigError, TrainingError
-from fedquilt.runs.loop import ClientDone, Evaluated, Loop, Pace, RoundDone, RoundStarted
+from fedquilt.runs.loop import (
+    ClientDone,
+    ClientProgress,
+    Evaluated,
+    Loop,
+    Pace,
+    RoundDone,
+    RoundStarted,
+)
 from fedquilt.runs.run import fingerprint
+from fedquilt.training.recipe import Recipe
 
 STEPS = fq.Optimiser(lr=0.05, epochs=1, batch_size=4)
 
@@ -229,6 +239,52 @@ def test_a_closing_phase_that_nobody_answers_is_refused(train, traced, people):
         pytest.raises(TrainingError, match="phase statistics, round 1; client 0: asleep"),
     ):
         Loop(run.setup, run.method, engine, people.held_out, people.testers).run()
+
+
+@dataclass(frozen=True)
+class Aloud:
+    """A recipe that tells how far it is with another."""
+
+    inner: Recipe
+
+    def run(self, task, bench):
+        bench.tell(0.25)
+        update = self.inner.run(task, bench)
+        bench.tell(0.75)
+        return update
+
+
+class AloudEngine(LocalEngine):
+    """An engine in which whatever clients do is told, evaluation too."""
+
+    def run(self, tasks):
+        return super().run([replace(t, recipe=Aloud(t.recipe)) for t in tasks])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_rounds_clients_tell_how_far_they_are_before_they_are_done(
+    train, traced, people, monkeypatch, workers
+):
+    monkeypatch.setattr(local, "SHORTEST_WAIT", 0.0)
+    run, exchanges = train(rounds=3), []
+
+    def watch(event):
+        if isinstance(event, RoundStarted):
+            exchanges.append([])
+        elif isinstance(event, ClientProgress | ClientDone):
+            exchanges[-1].append(event)
+
+    with AloudEngine(*traced, people.data, workers=workers) as engine:
+        loop = Loop(run.setup, run.method, engine, people.held_out, people.testers, watch=watch)
+        state, scores = loop.run()
+    assert [sum(isinstance(e, ClientDone) for e in x) for x in exchanges] == [2, 2, 2, 4]
+    for events in exchanges:
+        clients = {e.client for e in events}
+        for client in clients:
+            shares = [ClientProgress(client, share) for share in (0.25, 0.75, 1.0)]
+            assert [e for e in events if e.client == client] == [*shares, ClientDone(client)]
+    assert scores == run.scores
+    assert all(t.equal(run.state.params[n]) for n, t in state.params.items())
 
 
 def test_fingerprints_do_not_depend_on_the_process(train):

@@ -15,9 +15,10 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.engines import flat
+from fedquilt.engines.engine import Tell, nobody
 from fedquilt.engines.kept import KeptStates, is_sound, read, write
 from fedquilt.engines.spool import Spool
 from fedquilt.federation.client import Failure, Task, Update
@@ -44,6 +46,8 @@ from fedquilt.training.recipe import Recipe, Workbench
 Data = Mapping[str, Mapping[int, ClientData]]  # split -> client -> examples
 SHARED_MEMORY = Path("/dev/shm")
 MOST_TRIES = 2  # a task whose worker died is done once more
+SHORTEST_WAIT = 0.25  # seconds of work between two words about it
+SMALLEST_STEP = 0.01  # of the work; so few words fit into a pipe that nobody reads for long
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,14 @@ class _Answer:
     problem: str | None = None
 
 
+@dataclass(frozen=True)
+class _Word:
+    """What a worker says in between: the share of an order that is done."""
+
+    number: int
+    done: float
+
+
 class LocalEngine:
     """Runs tasks in ``workers`` processes, or in this one if there are none."""
 
@@ -92,6 +104,7 @@ class LocalEngine:
         self._states = KeptStates(folder or self._spool.folder / "clients")
         self._workers = [_Worker(self._bench) for _ in range(workers)]
         self._files = 0
+        self.tell: Tell = nobody
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Update | Failure]:
         """Does the tasks; yields in their order."""
@@ -128,13 +141,22 @@ class LocalEngine:
         self.close()
 
     def _run_here(self, task: Task) -> Update | Failure:
+        def tell(done: float) -> None:
+            try:
+                self.tell(task.client, done)
+            except Exception as problem:
+                raise _Disturbed(problem) from problem
+
         with one_thread():
             try:
-                update, state = do_task(task, self._bench, read(self._states.current(task.client)))
+                before = read(self._states.current(task.client))
+                update, state = do_task(task, self._bench, before, tell)
                 if state is not None:
                     write(self._states.next(task.client), state)
             except Exception as problem:
                 return Failure(task.client, _sentence(problem))
+            except _Disturbed as disturbed:
+                raise disturbed.problem from None
         if state is not None:
             self._states.advance(task.client)
         return update
@@ -203,15 +225,18 @@ class LocalEngine:
         tries: list[int],
         done: dict[int, _Answer | Failure],
     ) -> None:
-        """Waits for a worker to answer or to die."""
+        """Waits for a worker to say something or to die."""
         ready = connection.wait(
             [w.pipe for w in self._workers] + [w.sentinel for w in self._workers]
         )
         for worker in self._workers:
             if worker.pipe in ready:
-                answer = worker.receive()
-                if answer is not None:
-                    done[answer.number] = answer
+                said = worker.receive()
+                if isinstance(said, _Answer):
+                    done[said.number] = said
+                elif said is not None and worker.is_at(said.number):
+                    self.tell(orders[said.number].client, said.done)
+                if said is not None:
                     continue
             if worker.pipe in ready or worker.sentinel in ready:
                 code = worker.replace(self._bench)
@@ -251,13 +276,50 @@ class LocalEngine:
 
 
 def do_task(
-    task: Task, bench: Workbench, state: Mapping[str, Tensor] | None
+    task: Task,
+    bench: Workbench,
+    state: Mapping[str, Tensor] | None,
+    tell: Callable[[float], None] | None = None,
 ) -> tuple[Update, Mapping[str, Tensor] | None]:
     """The client's work: its update, and what it keeps if that has changed and is sound."""
-    bench.kept, bench.to_keep = state, None
-    update = task.recipe.run(task, bench)
+    listener = None if tell is None else _Listener(tell)
+    bench.kept, bench.to_keep, bench.listener = state, None, listener
+    try:
+        update = task.recipe.run(task, bench)
+    finally:
+        bench.listener = None
+    if listener is not None:
+        listener.end()
     kept = bench.to_keep
     return update, kept if kept is not None and is_sound(kept) else None
+
+
+class _Listener:
+    """Passes on what a client tells, but only step by step, and a few times a second at most.
+
+    Nothing is said about a task that is done sooner.
+    """
+
+    def __init__(self, tell: Callable[[float], None]) -> None:
+        self._tell, self._said, self._when = tell, 0.0, time.monotonic()
+
+    def __call__(self, done: float) -> None:
+        done = min(done, 1.0)
+        if done >= self._said + SMALLEST_STEP and time.monotonic() >= self._when + SHORTEST_WAIT:
+            self._said, self._when = float(done), time.monotonic()
+            self._tell(self._said)
+
+    def end(self) -> None:
+        """All is done: whoever heard of a part hears that, as the result may have to wait."""
+        if 0 < self._said < 1:
+            self._tell(1.0)
+
+
+class _Disturbed(BaseException):
+    """A problem of the one who was told, which is no failure of the client at work."""
+
+    def __init__(self, problem: Exception) -> None:
+        self.problem = problem
 
 
 def _heaviest_first(tasks: Sequence[Task], structure: Structure) -> list[int]:
@@ -329,14 +391,19 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send(order)
 
-    def receive(self) -> _Answer | None:
-        """Its answer, or None if it died instead."""
+    def receive(self) -> _Answer | _Word | None:
+        """What it says, or None if it died instead."""
         try:
-            answer: _Answer = self.pipe.recv()
+            said: _Answer | _Word = self.pipe.recv()
         except (EOFError, OSError):
             return None
-        self.orders.popleft()
-        return answer
+        if isinstance(said, _Answer):
+            self.orders.popleft()
+        return said
+
+    def is_at(self, number: int) -> bool:
+        """Whether this is what it works on."""
+        return bool(self.orders) and self.orders[0].number == number
 
     def replace(self, bench: Workbench) -> int | None:
         """A fresh process in place of this one; the old one's exit code."""
@@ -384,15 +451,25 @@ def _work(pipe: Connection, parents_end: Connection, bench: Workbench, parent: i
         except (EOFError, OSError):
             return
         try:
-            answer = _do(order, bench, params)
+            answer = _do(order, bench, params, pipe)
         except Exception as problem:
             answer = _Answer(order.number, problem=_sentence(problem))
-        pipe.send(answer)
+        _say(pipe, answer)
 
 
-def _do(order: _Order, bench: Workbench, params: _Params) -> _Answer:
+def _say(pipe: Connection, what: _Answer | _Word) -> None:
+    try:
+        pipe.send(what)
+    except (BrokenPipeError, ConnectionResetError):
+        sys.exit()  # the round was left, and nobody listens any more
+
+
+def _do(order: _Order, bench: Workbench, params: _Params, pipe: Connection) -> _Answer:
+    def tell(done: float) -> None:
+        _say(pipe, _Word(order.number, done))
+
     task = Task(order.client, order.subnets, params.read(order.params), order.recipe, order.seed)
-    update, state = do_task(task, bench, read(order.state))
+    update, state = do_task(task, bench, read(order.state), tell)
     slots = flat.write(order.answer, _packed(update.params)) if update.subnets else ()
     if state is not None:
         write(order.next_state, state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -15,9 +15,18 @@ from rich.text import Text
 
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.report.tables import percent
-from fedquilt.runs.loop import ClientDone, Evaluated, Event, RoundDone, RoundStarted, Saved
+from fedquilt.runs.loop import (
+    ClientDone,
+    ClientProgress,
+    Evaluated,
+    Event,
+    RoundDone,
+    RoundStarted,
+    Saved,
+)
 
 SHORTEST_WAIT = 0.1  # seconds between two pictures of the live display
+LONGEST_SILENCE = 10.0  # seconds of a round without a line, if its clients tell how far they are
 
 
 @dataclass
@@ -31,6 +40,7 @@ class Seen:
     phase: str = "starting"
     num_tasks: int = 0
     num_done: int = 0
+    under_way: dict[int, float] = field(default_factory=dict)  # client -> share that is done
     loss: float | None = None
     evaluated: Evaluated | None = None
     num_failures: int = 0
@@ -41,11 +51,14 @@ class Seen:
         match event:
             case RoundStarted():
                 self.round, self.phase = event.round, event.phase
-                self.num_tasks, self.num_done = event.num_tasks, 0
+                self.num_tasks, self.num_done, self.under_way = event.num_tasks, 0, {}
                 if self._start is None:
                     self.finished = max(event.round - 1, 0)
                     self._start = self.clock(), self.finished
+            case ClientProgress():
+                self.under_way[event.client] = event.done
             case ClientDone():
+                self.under_way.pop(event.client, None)
                 self.num_done += 1
                 self.num_failures += event.problem is not None
             case RoundDone():
@@ -56,10 +69,15 @@ class Seen:
                 pass
 
     @property
+    def clients(self) -> float:
+        """Clients that are done, and the parts of those under way."""
+        return self.num_done + sum(self.under_way.values())
+
+    @property
     def rounds(self) -> float:
         """Rounds that are over, and the part of the one at work."""
         at_work = self.round > self.finished and self.num_tasks > 0
-        return self.finished + (self.num_done / self.num_tasks if at_work else 0)
+        return self.finished + (self.clients / self.num_tasks if at_work else 0)
 
     @property
     def seconds_left(self) -> float | None:
@@ -73,12 +91,15 @@ class Seen:
 class Watch:
     """Shows the events of a run on a console, between ``with`` and its end."""
 
-    def __init__(self, console: Console, num_rounds: int) -> None:
-        self._console, self._seen = console, Seen(num_rounds)
+    def __init__(
+        self, console: Console, num_rounds: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._clock, self._seen = console, clock, Seen(num_rounds, clock)
         is_live = console.is_interactive and console.file.isatty()
         # no thread of its own: workers are forked from this process
         self._live = Live(console=console, auto_refresh=False, transient=True) if is_live else None
         self._drawn = float("-inf")
+        self._silent_since = clock()
 
     def __enter__(self) -> Watch:
         """Starts the live display."""
@@ -101,12 +122,25 @@ class Watch:
         self._seen.note(event)
         line = sentence(event, self._seen.total)
         if line and (self._live is None or isinstance(event, ClientDone)):
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._print(line)
         if self._live is not None:
-            self._draw(self._live, is_due=not isinstance(event, ClientDone))
+            self._draw(self._live, is_due=not isinstance(event, ClientDone | ClientProgress))
+        elif isinstance(event, RoundStarted):
+            self._silent_since = self._clock()
+        elif isinstance(event, ClientProgress):
+            self._break_silence()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _break_silence(self) -> None:
+        line, now = shares(self._seen), self._clock()
+        if line and now - self._silent_since >= LONGEST_SILENCE:
+            self._silent_since = now
+            self._print(line)
 
     def _draw(self, live: Live, *, is_due: bool) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if is_due or now - self._drawn >= SHORTEST_WAIT:
             self._drawn = now
             live.update(picture(self._seen), refresh=True)
@@ -127,6 +161,16 @@ def sentence(event: Event, total: int) -> str:
     return ""
 
 
+def shares(seen: Seen) -> str:
+    """What a line says about clients under way; nothing if there are none.
+
+    >>> shares(Seen(131, round=31, phase="search", under_way={4: 0.104, 3: 0.42, 5: 1.0}))
+    'round 31/131 (search): client 3 42%, client 4 10%'
+    """
+    found = [f"client {c} {d:.0%}" for c, d in sorted(seen.under_way.items()) if d < 1]
+    return f"round {seen.round}/{seen.total} ({seen.phase}): {', '.join(found)}" if found else ""
+
+
 def _accuracies(scores: Sequence[SizeScore]) -> str:
     found = (s.local_accuracy if s.accuracy is None else s.accuracy for s in scores)
     return ", ".join(f"{percent(a)} at {s.width:g}" for s, a in zip(scores, found, strict=True))
@@ -140,7 +184,8 @@ def picture(seen: Seen) -> RenderableType:
         ProgressBar(total=seen.total, completed=seen.rounds, width=32),
         Text("" if seen.seconds_left is None else f"{_clock(seen.seconds_left)} left"),
     )
-    facts = [seen.phase, f"{seen.num_done}/{seen.num_tasks} clients"]
+    num_done = f"{seen.clients:.1f}" if seen.under_way else seen.num_done
+    facts = [seen.phase, f"{num_done}/{seen.num_tasks} clients"]
     if seen.loss is not None:
         facts.append(f"loss {seen.loss:.4f}")
     if seen.num_failures:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedquilt.engines.engine import Engine
+from fedquilt.engines.engine import Engine, nobody
 from fedquilt.errors import CheckpointError, TrainingError, UpdateError
 from fedquilt.evaluation.accuracy import SizeScore, evaluate
 from fedquilt.federation.client import Failure, Update, seed_of
@@ -33,6 +33,14 @@ class RoundStarted:
     round: int
     phase: str
     num_tasks: int
+
+
+@dataclass(frozen=True)
+class ClientProgress:
+    """A client at work has done this share of it; only long work is worth a word."""
+
+    client: int
+    done: float
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class Saved:
     path: Path
 
 
-Event = RoundStarted | ClientDone | RoundDone | Evaluated | Saved
+Event = RoundStarted | ClientProgress | ClientDone | RoundDone | Evaluated | Saved
 Watch = Callable[[Event], None]
 
 
@@ -173,7 +181,9 @@ class Loop:
         ledger = _Ledger(self.setup.structure, state.params, self.watch)
         sent = Counter(subnet for task in tasks for subnet in task.subnets)
         ledger.bytes_down = sum(num_bytes(self.setup, s) * count for s, count in sent.items())
+        self.engine.tell = lambda client, done: self.watch(ClientProgress(client, done))
         merged = self.method.merge(self.setup, state, ledger.accepted(self.engine.run(tasks)))
+        self.engine.tell = nobody  # whoever evaluates is not one of the round's clients
         ledger.refuse_silence(f"phase {phase.name}, round {number}")
         return merged, ledger
 

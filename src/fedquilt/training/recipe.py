@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class Workbench:
         self._built: OrderedDict[tuple[Subnet, int], nn.Module] = OrderedDict()
         self.kept: Mapping[str, Tensor] | None = None  # the state of the client at work
         self.to_keep: Mapping[str, Tensor] | None = None  # its new state, if it changed
+        self.listener: Callable[[float], None] | None = None  # hears what the client tells
 
     def examples(self, split: str, client: int) -> ClientData:
         """The client's data: ``train``, ``test`` or ``validation``.
@@ -56,6 +57,15 @@ class Workbench:
         if split == "validation" and client not in self._data.get(split, {}):
             split = "train"
         return self._data[split][client]
+
+    def tell(self, done: float) -> None:
+        """Says which share of the client's work is done, from 0 to 1.
+
+        Work that takes long should, so that others can see it go on; as often as is convenient,
+        because whoever listens hears only a few times a second.
+        """
+        if self.listener is not None:
+            self.listener(done)
 
     def modules(
         self, subnets: Sequence[Subnet], params: Params, home: tuple[str, ...] = ()
@@ -110,6 +120,17 @@ class Workbench:
                 for n, t in named_tensors(module).items()
                 if n in names
             }
+
+    def lacks_statistics(self, subnet: Subnet, home: tuple[str, ...]) -> bool:
+        """Whether statistics stay on the client, nothing else does, and it has none of a subnet."""
+        at_home = self.structure.matching(home)
+        if not at_home & self.structure.statistics:
+            return False
+        if any(name in at_home for name, _ in self.model.named_parameters()):
+            return False
+        there = (self.kept or {}).keys()
+        own = self.structure.statistics - self.structure.gone(subnet)
+        return any(source_name(name, self.structure, subnet) not in there for name in own)
 
     def tensors(self, module: nn.Module, subnet: Subnet, built_for: Subnet) -> dict[str, Tensor]:
         """A copy of a module's tensors that are part of a subnet of what it was built for."""
