@@ -8,15 +8,18 @@ from fedquilt.federation.average import average
 from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods import (
+    APFL,
     METHODS,
     DepthFL,
     FedAvg,
+    FedPA,
     FjORD,
     HeteroFL,
     Method,
     NeFL,
     SHeteroFL,
     SplitMix,
+    fed_uniform,
     fedavg_at,
     fedavg_oat,
     lg_fedavg,
@@ -37,6 +40,7 @@ from fedquilt.training.sgd import SGD
 __version__ = "0.1.0"
 
 __all__ = [
+    "APFL",
     "METHODS",
     "PGD",
     "SGD",
@@ -45,6 +49,7 @@ __all__ = [
     "Cost",
     "DepthFL",
     "FedAvg",
+    "FedPA",
     "FedquiltError",
     "FjORD",
     "HeteroFL",
@@ -69,6 +74,7 @@ __all__ = [
     "clients",
     "cost",
     "export",
+    "fed_uniform",
     "fedavg_at",
     "fedavg_oat",
     "fit",

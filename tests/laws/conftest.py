@@ -30,10 +30,15 @@ LABELS = ((0, 1, 2, 3), (0, 1), (1, 2), (0, 3), (1,))
 
 EXITS = ("features.0", "features.2", "features.3")
 METHODS: dict[str, Method] = {
+    "apfl": fq.APFL(OPTIMISER, fraction=0.8, warm_up=0.5, ratio=0.3, nets=3),
+    "apfl inherit": fq.APFL(
+        OPTIMISER, warm_up=0.5, ratio=0.3, by_group=True, inherit=True, whole=("features.0",)
+    ),
     "depthfl": fq.DepthFL(OPTIMISER, fraction=0.8, at=EXITS),
     "depthfl feddyn": fq.DepthFL(OPTIMISER, fraction=1.0, at=EXITS, feddyn=0.1),
     "depthfl last": fq.DepthFL(OPTIMISER, fraction=1.0, at=EXITS, only_last=True),
     "fedavg": fq.FedAvg(OPTIMISER, fraction=1.0, width=0.5),
+    "feduniform": fq.fed_uniform(OPTIMISER, fraction=0.8),
     "fjord": fq.FjORD(OPTIMISER, fraction=0.8),
     "fjord plain": fq.FjORD(OPTIMISER, fraction=1.0, distil=False, own="norms"),
     "heterofl": fq.HeteroFL(OPTIMISER, fraction=1.0),
@@ -112,7 +117,7 @@ def population() -> Population:
 
 
 class Unfinished:
-    """A method without its closing phases."""
+    """A method without its closing phases, nor those before it trains its model."""
 
     def __init__(self, method: Method) -> None:
         self._method = method
@@ -121,7 +126,8 @@ class Unfinished:
         return getattr(self._method, name)
 
     def phases(self, setup: Setup) -> tuple[Phase, ...]:
-        return tuple(p for p in self._method.phases(setup) if not p.is_closing)
+        *_, last = (p for p in self._method.phases(setup) if not p.is_closing)
+        return (last,)
 
 
 @dataclass(frozen=True, eq=False)

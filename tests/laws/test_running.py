@@ -87,12 +87,12 @@ def returned_bytes(updates) -> int:
 def test_records_count_exactly_the_bytes_of_the_subnets_that_travel(case, replaying):
     short = replace(case, setup=replace(case.setup, rounds=1))
     _, _, events = short.run(replaying)
-    trained, *closing, _ = replaying.calls  # the last is the evaluation
-    done = next(e for e in events if isinstance(e, RoundDone))
-    assert (done.bytes_down, done.bytes_up) == (
-        sent_bytes(case, trained[0]),
-        returned_bytes(trained[1]),
-    )
+    rounds = [e for e in events if isinstance(e, RoundDone)]  # of one phase or more
+    *calls, _ = replaying.calls  # the last is the evaluation
+    trained, closing = calls[: len(rounds)], calls[len(rounds) :]
+    assert [(done.bytes_down, done.bytes_up) for done in rounds] == [
+        (sent_bytes(case, tasks), returned_bytes(updates)) for tasks, updates in trained
+    ]
     final = next(e for e in events if isinstance(e, Evaluated))
     assert final.bytes_down == sum(sent_bytes(case, tasks) for tasks, _ in closing)
     assert final.bytes_up == sum(returned_bytes(updates) for _, updates in closing)

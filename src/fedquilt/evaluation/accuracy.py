@@ -4,7 +4,12 @@
 it has, on its own test data, averaged over examples (HeteroFL, Sec. 4). "User" accuracy is each
 client's on its own test data, all classes allowed, averaged over clients (Split-Mix, Sec. 5); so is
 robust accuracy, on attacked inputs. For methods with personal models all are means over
-clients of what each one's own model gets.
+clients of what each one's own model gets. "Personal" accuracy is the user accuracy of nets that
+clients chose each for itself, whatever the size of the global one (APFL, Sec. 5.2: user accuracy
+is "Glo", personal accuracy "Loc").
+
+Where all weights are shared and only statistics stay with the clients, there is no model without
+them: each held-out example is answered by the client whose test data it is.
 """
 
 from __future__ import annotations
@@ -17,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from fedquilt.engines.engine import Engine
 from fedquilt.errors import ConfigError, TrainingError
-from fedquilt.federation.client import SERVER, Failure, Task, Update, seed_of
+from fedquilt.federation.client import SERVER, Client, Failure, Task, Update, seed_of
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Method
+from fedquilt.methods.method import Method, shares_weights
 from fedquilt.structure.cost import Cost, cost
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.attack import PGD
@@ -43,6 +48,7 @@ class SizeScore:
     user_accuracy: float | None = None  # mean over clients with test data
     robustness: float | None = None  # the dial; None where there is none
     robust_accuracy: float | None = None  # mean over clients; None without an attack
+    personal_accuracy: float | None = None  # of clients' own nets; None if they have none
 
 
 def evaluate(
@@ -72,12 +78,9 @@ def evaluate(
         robustness=robustness,
         attack=attack,
     )
-    shared = _held_out_tasks(setup, state, subnets, recipe) if held_out else []
-    own = [
-        Task(c.id, subnets, state.params, replace(recipe, labels=c.labels), _seed(c.id))
-        for c in setup.clients
-        if c.id in testers
-    ]
+    by_clients = bool(testers and method.home and shares_weights(setup, method))
+    shared = _held_out_tasks(setup, state, subnets, recipe) if held_out and not by_clients else []
+    own = [_own_task(state, c, subnets, recipe) for c in setup.clients if c.id in testers]
     results = list(engine.run([*shared, *own]))
     on_shared, on_own = results[: len(shared)], results[len(shared) :]
     for result in on_shared:
@@ -85,10 +88,25 @@ def evaluate(
             raise TrainingError(f"the held-out data could not be evaluated: {result.reason}")
     answered = [r for r in on_own if isinstance(r, Update)]  # clients that failed are left out
     points = [(r, w, m) for r in robustness or (None,) for w, m in zip(sizes, mixes, strict=True)]
+    personal = _mean_over_clients(answered, "hits", len(mixes)) if not robustness else None
+    everywhere = answered if by_clients and held_out else on_shared
     return [
-        _score(i, width, dial, cost_of(setup, mix), on_shared, answered)
+        replace(
+            _score(i, width, dial, cost_of(setup, mix), everywhere, answered),
+            personal_accuracy=personal,
+        )
         for i, (dial, width, mix) in enumerate(points)
     ]
+
+
+def _own_task(state: State, client: Client, subnets: tuple[Subnet, ...], recipe: Evaluate) -> Task:
+    """The global nets on a client's test data, and the client's own net, if it has one."""
+    recipe = replace(recipe, labels=client.labels)
+    if client.id in state.chosen and not recipe.robustness:
+        assert recipe.mixes is not None
+        recipe = replace(recipe, mixes=(*recipe.mixes, (len(subnets),)))
+        subnets = (*subnets, state.chosen[client.id].leaving(*recipe.home))
+    return Task(client.id, subnets, state.params, recipe, _seed(client.id))
 
 
 def _score(

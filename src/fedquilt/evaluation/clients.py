@@ -1,7 +1,8 @@
 """Client by client: what each one trained and sent, and which part of the model each group saw.
 
 Plans are pure functions of the state, and what a round learns does not change who is asked for
-what. So a run's plans can be made again without training anything.
+what, but for the subnets that clients choose. So a run's plans can be made again without training
+anything.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ class ClientScore:
     accuracy: float | None  # of the largest model on its own test data
 
 
-def history(setup: Setup, method: Method) -> Iterator[list[Task]]:
-    """The tasks of every training round, as they were planned."""
+def history(
+    setup: Setup, method: Method, chosen: Mapping[int, Subnet] | None = None
+) -> Iterator[list[Task]]:
+    """The tasks of every training round, as they were planned; with what clients had chosen."""
     state = method.start(setup)
+    state = replace(state, chosen={**state.chosen, **(chosen or {})})
     for phase in method.phases(setup):
         for _ in range(0 if phase.is_closing else phase.rounds):
             state = replace(state, phase=phase.name)
@@ -47,11 +51,14 @@ def history(setup: Setup, method: Method) -> Iterator[list[Task]]:
 
 
 def client_scores(
-    setup: Setup, method: Method, accuracy: Mapping[int, float] | None = None
+    setup: Setup,
+    method: Method,
+    accuracy: Mapping[int, float] | None = None,
+    chosen: Mapping[int, Subnet] | None = None,
 ) -> list[ClientScore]:
     """One line per client; ``accuracy`` is each one's on its own test data, if known."""
     trained: dict[int, Counter[tuple[Subnet, ...]]] = {c.id: Counter() for c in setup.clients}
-    for tasks in history(setup, method):
+    for tasks in history(setup, method, chosen):
         for task in tasks:
             trained[task.client][task.subnets] += 1
     scores = []
@@ -81,12 +88,14 @@ def _num_params(setup: Setup, subnet: Subnet) -> int:
     return sum(math.prod(shape) for name, shape in found.items() if name in weights)
 
 
-def trained_shares(setup: Setup, method: Method) -> dict[str, float]:
+def trained_shares(
+    setup: Setup, method: Method, chosen: Mapping[int, Subnet] | None = None
+) -> dict[str, float]:
     """For each group of clients, the share of all parameters that some of them ever trained."""
     groups = {client.id: client.group for client in setup.clients}
     seen: dict[str, set[Subnet]] = {group: set() for group in groups.values()}
     everything: set[Subnet] = set()
-    for tasks in history(setup, method):
+    for tasks in history(setup, method, chosen):
         for task in tasks:
             seen[groups[task.client]].update(task.subnets)
             everything.update(task.subnets)

@@ -31,14 +31,16 @@ class Setup:
 class Phase:
     """A stretch of rounds in which clients do the same kind of work.
 
-    ``fraction`` of the clients take part in each round. A closing phase finishes a model: it is run
-    at the end, and on a copy whenever the model is evaluated on the way.
+    ``fraction`` of the clients, or of those that it is ``among``, take part in each round. A
+    closing phase finishes a model: it is run at the end, and on a copy whenever the model is
+    evaluated on the way.
     """
 
     name: str
     rounds: int
     fraction: float
     is_closing: bool = False
+    among: tuple[int, ...] | None = None  # None: all
 
     def cohort_size(self, num_clients: int) -> int:
         """How many clients take part in a round: at least one."""
@@ -47,8 +49,9 @@ class Phase:
 
 def sample(clients: tuple[Client, ...], phase: Phase, seed: int) -> list[Client]:
     """A random cohort, in the order of the clients' numbers."""
-    chosen = np.random.default_rng(seed).permutation(len(clients))
-    return [clients[i] for i in sorted(chosen[: phase.cohort_size(len(clients))])]
+    there = [c for c in clients if phase.among is None or c.id in phase.among]
+    chosen = np.random.default_rng(seed).permutation(len(there))
+    return [there[i] for i in sorted(chosen[: phase.cohort_size(len(there))])]
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fedquilt.methods.adversarial import fedavg_at, fedavg_oat
+from fedquilt.methods.apfl import APFL, FedPA, fed_uniform
 from fedquilt.methods.depthfl import DepthFL
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.methods.fjord import FjORD
@@ -16,10 +17,12 @@ from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
 
 METHODS: dict[str, Callable[..., Method]] = {
+    "apfl": APFL,
     "depthfl": DepthFL,
     "fedavg": FedAvg,
     "fedavg-at": fedavg_at,
     "fedavg-oat": fedavg_oat,
+    "feduniform": fed_uniform,
     "fjord": FjORD,
     "heterofl": HeteroFL,
     "lg-fedavg": lg_fedavg,
@@ -30,15 +33,18 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 __all__ = [
+    "APFL",
     "METHODS",
     "DepthFL",
     "FedAvg",
+    "FedPA",
     "FjORD",
     "HeteroFL",
     "Method",
     "NeFL",
     "SHeteroFL",
     "SplitMix",
+    "fed_uniform",
     "fedavg_at",
     "fedavg_oat",
     "lg_fedavg",

@@ -87,6 +87,12 @@ class Rounds:
         return merged(setup, state, updates)
 
 
+def shares_weights(setup: Setup, method: Method) -> bool:
+    """Whether all weights are shared: what stays with clients is no more than statistics."""
+    at_home = setup.structure.matching(method.home)
+    return not any(name in at_home for name, _ in setup.model.named_parameters())
+
+
 def initial(setup: Setup) -> State:
     """Round 0 with the model's own tensors."""
     params = {n: t.detach().clone() for n, t in named_tensors(setup.model).items()}

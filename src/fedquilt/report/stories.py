@@ -37,7 +37,7 @@ def told(
     return replace(
         story,
         clients=run.by_client(population, workers=workers),
-        shares=trained_shares(run.planned(population), run.method),
+        shares=trained_shares(run.planned(population), run.method, run.state.chosen),
     )
 
 

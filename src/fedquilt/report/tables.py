@@ -43,6 +43,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "accuracy": ("accuracy", percent),
     "local_accuracy": ("local\naccuracy", percent),
     "user_accuracy": ("user\naccuracy", percent),
+    "personal_accuracy": ("own nets'\naccuracy", percent),
     "robust_accuracy": ("robust\naccuracy", percent),
 }
 ABOUT_DIALS = ("robustness", "robust_accuracy")

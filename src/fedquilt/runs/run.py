@@ -19,13 +19,14 @@ from fedquilt.customize import bundle
 from fedquilt.customize.mixture import Mixture
 from fedquilt.data.population import Population
 from fedquilt.engines.engine import Engine
+from fedquilt.engines.kept import KeptStates, read
 from fedquilt.engines.local import LocalEngine
 from fedquilt.errors import BudgetError, CheckpointError, ConfigError, TrainingError
 from fedquilt.evaluation.accuracy import SizeScore, accuracy_by_client, cost_of, evaluate
 from fedquilt.evaluation.clients import ClientScore, client_scores
 from fedquilt.federation.client import Client
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Method
+from fedquilt.methods.method import Method, shares_weights
 from fedquilt.runs.checkpoint import file_hash, read_tensors, saved, write_tensors
 from fedquilt.runs.loop import Loop, Pace, Watch, ignore
 from fedquilt.structure.budget import Budget, fit
@@ -40,6 +41,7 @@ from fedquilt.training.dualnorm import (
     has_dial,
     set_robustness,
 )
+from fedquilt.training.statistics import untracked
 
 MakeEngine = Callable[[Setup, Population, Path | None], Engine]
 
@@ -63,7 +65,12 @@ class Run:
         return self.setup.seed
 
     def customize(
-        self, width: float | None = None, robustness: float | None = None, **limits: int
+        self,
+        width: float | None = None,
+        robustness: float | None = None,
+        *,
+        client: int | None = None,
+        **limits: int,
     ) -> nn.Module:
         """An ordinary module of a width (the largest trained one), or the widest within limits.
 
@@ -73,13 +80,16 @@ class Run:
         A method that mixes several nets gives a ``Mixture`` of those that the width needs, and only
         they are read from the disk. Its dials can be turned later: ``with model.at(width=0.5):``.
         A model without running statistics normalises every batch by itself: give it batches, a
-        single example it may not answer.
+        single example it may not answer. So it is where statistics never leave the clients; the net
+        that ``client`` chose has those that it keeps.
         """
-        if self.method.home:
+        if not shares_weights(self.setup, self.method):
             raise ConfigError(
                 "this method's models stay on the clients, so there is none to take away; "
                 "train with a method that shares its model, such as heterofl"
             )
+        if client is not None:
+            return self._chosen_by(client)
         setup, sizes = self.setup, self.method.sizes(self.setup)
         dial = self._dial(robustness)
         found = self._width_within(_budget(max(sizes) if width is None else width, limits))
@@ -91,10 +101,34 @@ class Run:
         if len(self.method.mix(setup, self.state, max(sizes))) > 1:
             small = Mixture(nets, base=min(sizes))
             found = small.width
+        if setup.structure.matching(self.method.home) & setup.structure.statistics:
+            small = untracked(small)
         if dial is not None:
             set_robustness(small, dial)
         small.fedquilt_example, small.fedquilt_width = setup.example, found
         small.fedquilt_robustness = dial
+        module: nn.Module = small.eval()
+        return module
+
+    def _chosen_by(self, client: int) -> nn.Module:
+        """The net that a client chose for itself, with what it keeps."""
+        setup, subnet = self.setup, self.state.chosen.get(client)
+        if subnet is None:
+            raise ConfigError(
+                f"client {client} has no net of its own; "
+                + (f"those are {sorted(self.state.chosen)}" if self.state.chosen else "none has")
+            )
+        small: Any = build(setup.model, setup.structure, subnet, self._tensors(subnet))
+        version = self._kept().get(client)
+        if self.folder is None or version is None:
+            raise ConfigError(
+                f"what client {client} keeps is not here; train with out=..., on this machine"
+            )
+        kept = read(KeptStates(self.folder / "clients").path(client, version))
+        names = {source_name(n, setup.structure, subnet): n for n in named_tensors(small)}
+        load(small, {names[n]: tensor for n, tensor in (kept or {}).items() if n in names})
+        small.fedquilt_example, small.fedquilt_width = setup.example, 1.0
+        small.fedquilt_robustness = None
         module: nn.Module = small.eval()
         return module
 
@@ -191,7 +225,7 @@ class Run:
             accuracy = accuracy_by_client(
                 setup, self.method, self.state, engine, population.testers
             )
-        return client_scores(setup, self.method, accuracy)
+        return client_scores(setup, self.method, accuracy, self.state.chosen)
 
     def planned(self, population: Population) -> Setup:
         """The setup as the method planned with it."""

@@ -6,8 +6,10 @@ Nothing is trained and nothing large is allocated: the subnet is built without s
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedquilt.structure.cut import build
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.groups import Axis, Structure, following
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import Example, arguments, named_tensors
 
@@ -92,6 +94,121 @@ def _cost(asked: _Asked, structure: Structure, subnet: Subnet, batch_size: int) 
         macs=_macs(small, asked.example),
         memory=_peak(small, asked.example, batch_size),
     )
+
+
+class Prices:
+    """Costs of many subnets of leading channels, each in the time of a few hundred additions.
+
+    Multiply-accumulates of a layer are its weights times the positions at which they are used,
+    whatever the width; where that does not explain all of a model's (attention multiplies
+    activations with each other), they are counted. Memory is counted when it is asked for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        example: Example,
+        *,
+        batch_size: int = 10,
+        home: tuple[str, ...] = (),
+    ) -> None:
+        """``home`` names tensors that do not travel."""
+        self._model, self._structure, self._example = model, structure, example
+        self._batch_size, self._home = batch_size, home
+        tensors = named_tensors(model)
+        self._lengths = {
+            name: tuple(_Length(axis, n) for axis, n in zip(axes, tensors[name].shape, strict=True))
+            for name, axes in structure.axes.items()
+        }
+        self._last: tuple[dict[str, int], dict[str, int]] = (
+            {},
+            {name: tensor.numel() for name, tensor in tensors.items()},
+        )
+        self._is_weight = {n: isinstance(t, nn.Parameter) for n, t in tensors.items()}
+        self._item = {name: tensor.element_size() for name, tensor in tensors.items()}
+        self._staying = structure.matching(home)
+        self._uses = self._explained()
+
+    def __call__(self, subnet: Subnet, *, memory: bool = False) -> Cost:
+        """What a subnet costs; its memory is 0 if nobody wants to know."""
+        cells = self._cells(subnet)
+        counted = self._counted(subnet) if self._uses is None or memory else None
+        return Cost(
+            params=sum(n for name, n in cells.items() if self._is_weight[name]),
+            bytes=sum(
+                n * self._item[name] for name, n in cells.items() if name not in self._staying
+            ),
+            macs=(
+                counted.macs
+                if counted is not None
+                else sum(uses * cells[name] for name, uses in (self._uses or {}).items())
+            ),
+            memory=counted.memory if counted is not None and memory else 0,
+        )
+
+    def _cells(self, subnet: Subnet) -> Mapping[str, int]:
+        """How many cells each tensor has; those that are as in the last subnet are known."""
+        counts = {group: mask.bit_count() for group, mask in subnet.kept}
+        known, cells = self._last
+        cells = dict(cells)
+        for group in {**known, **counts}:
+            if known.get(group) != counts.get(group):
+                for name in following(self._structure)[group]:
+                    cells[name] = math.prod(length(counts) for length in self._lengths[name])
+        self._last = counts, cells
+        return cells
+
+    def _counted(self, subnet: Subnet) -> Cost:
+        return cost(
+            self._model, self._structure, subnet, self._example, batch_size=self._batch_size
+        )
+
+    def _explained(self) -> Mapping[str, int] | None:
+        """How often each weight is used on an example, if that explains all that is computed."""
+        used = _uses(_on_paper(self._model, self._structure, Subnet()), self._example)
+        for width in (1.0, 0.5):
+            subnet = self._structure.subnet(width)
+            small = _on_paper(self._model, self._structure, subnet)
+            weights = named_tensors(small)
+            if sum(n * weights[name].numel() for name, n in used.items()) != _macs(
+                small, self._example
+            ):
+                return None
+        return used
+
+
+class _Length:
+    """How long an axis is, for each number of leading channels of its groups."""
+
+    def __init__(self, axis: Axis | None, size: int) -> None:
+        self._fixed, self._spans = size, list[tuple[str, list[int]]]()
+        for span in axis or ():
+            if span.group is not None:
+                self._fixed -= len(span.channels)
+                first = sorted(span.channels)
+                kept = [bisect_left(first, n) for n in range(max(span.channels) + 2)]
+                self._spans.append((span.group, kept))
+
+    def __call__(self, counts: Mapping[str, int]) -> int:
+        return self._fixed + sum(kept[counts.get(group, -1)] for group, kept in self._spans)
+
+
+def _uses(small: nn.Module, example: Example) -> dict[str, int]:
+    """How often each weight is multiplied for one example, as far as layers have one weight."""
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), _unfused(), counter:
+        small.eval()(*_inputs(example, 2))
+    found = counter.get_flop_counts()
+    name_of = {id(t): n for n, t in named_tensors(small).items()}
+    used: dict[str, int] = {}
+    for path, layer in small.named_modules():
+        weight = getattr(layer, "weight", None)
+        macs = sum(found.get(f"{type(small).__name__}.{path}", {}).values()) // 2 // 2
+        if macs and isinstance(weight, nn.Parameter) and not any(True for _ in layer.children()):
+            name = name_of[id(weight)]
+            used[name] = used.get(name, 0) + macs // weight.numel()
+    return used
 
 
 def _on_paper(model: nn.Module, structure: Structure, subnet: Subnet) -> nn.Module:

@@ -159,10 +159,15 @@ def build(
         small[id(tensor)] = value
     built = copy.deepcopy(model, small)
     resize(built)
-    for size in structure.sizes:
-        _set_size(built, size, subnet)
+    set_numbers(built, structure, subnet)
     rewire(built, structure.blocks, subnet.skipped)
     return built
+
+
+def set_numbers(module: nn.Module, structure: Structure, subnet: Subnet) -> None:
+    """Sets the plain numbers of modules that are sizes of axes, as they are in a subnet."""
+    for size in structure.sizes:
+        _set_size(module, size, subnet)
 
 
 def _set_size(model: nn.Module, size: Size, subnet: Subnet) -> None:

@@ -284,9 +284,7 @@ class Structure:
         """The groups as text: name, channels, and the tensors that follow each; and the blocks."""
         lines = []
         for group in self.groups.values():
-            where = [
-                n for n, axes in self.axes.items() if any(follows(a, group.name) for a in axes)
-            ]
+            where = following(self)[group.name]
             kind = "" if group.is_cut else " (never cut)"
             lines.append(f"{group.name}: {group.size}{kind}: {', '.join(where)}")
         if self.blocks:
@@ -326,6 +324,19 @@ def leading(size: int, width: float) -> int:
 def follows(axis: Axis | None, group: str) -> bool:
     """Whether any position of an axis is a channel of the group."""
     return axis is not None and any(span.group == group for span in axis)
+
+
+@lru_cache(maxsize=64)
+def following(structure: Structure) -> Mapping[str, tuple[str, ...]]:
+    """The tensors that have an axis of each group, in the model's order."""
+    return {
+        group: tuple(
+            name
+            for name, axes in structure.axes.items()
+            if any(follows(axis, group) for axis in axes)
+        )
+        for group in structure.groups
+    }
 
 
 def structure_of(model: nn.Module, trace: Trace, sizes: tuple[Size, ...] = ()) -> Structure:

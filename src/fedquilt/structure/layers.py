@@ -12,19 +12,19 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 def resize(model: nn.Module) -> None:
     """Sets the sizes of every known layer of a freshly cut model."""
     for module in model.modules():
-        _sizes(module)
+        set_sizes(module)
 
 
 @singledispatch
-def _sizes(layer: nn.Module) -> None:
-    """A layer of an unknown kind: its numbers, if any, are found by the trace."""
+def set_sizes(layer: nn.Module) -> None:
+    """Sets the sizes of one layer; the numbers of an unknown kind, if any, the trace has found."""
 
 
 def may_hold_sizes(layer: nn.Module) -> bool:
     """Whether numbers of this layer may be channel counts that are not set from its tensors."""
     if type(layer).__module__ in _WITHOUT_CHANNELS:
         return False
-    is_known = _sizes.dispatch(type(layer)) is not _sizes.dispatch(nn.Module)
+    is_known = set_sizes.dispatch(type(layer)) is not set_sizes.dispatch(nn.Module)
     return not is_known or not any(True for _ in layer.parameters(recurse=False))
 
 
@@ -45,23 +45,23 @@ _WITHOUT_CHANNELS = frozenset(
 )
 
 
-@_sizes.register(nn.Linear)
+@set_sizes.register(nn.Linear)
 def _linear(layer: nn.Linear) -> None:
     layer.out_features, layer.in_features = layer.weight.shape
 
 
-@_sizes.register(nn.Bilinear)
+@set_sizes.register(nn.Bilinear)
 def _bilinear(layer: nn.Bilinear) -> None:
     layer.out_features, layer.in1_features, layer.in2_features = layer.weight.shape
 
 
-@_sizes.register(nn.Embedding)
-@_sizes.register(nn.EmbeddingBag)
+@set_sizes.register(nn.Embedding)
+@set_sizes.register(nn.EmbeddingBag)
 def _embedding(layer: nn.Embedding | nn.EmbeddingBag) -> None:
     layer.num_embeddings, layer.embedding_dim = layer.weight.shape
 
 
-@_sizes.register(_ConvNd)
+@set_sizes.register(_ConvNd)
 def _conv(layer: _ConvNd) -> None:
     rows, columns = layer.weight.shape[:2]
     if isinstance(layer, _ConvTransposeNd):
@@ -74,14 +74,14 @@ def _conv(layer: _ConvNd) -> None:
     layer.out_channels, layer.in_channels = rows, columns * layer.groups
 
 
-@_sizes.register(_NormBase)
+@set_sizes.register(_NormBase)
 def _batch_norm(layer: _NormBase) -> None:
     sized = layer.weight if layer.weight is not None else layer.running_mean
     if sized is not None:
         layer.num_features = sized.shape[0]
 
 
-@_sizes.register(nn.GroupNorm)
+@set_sizes.register(nn.GroupNorm)
 def _group_norm(layer: nn.GroupNorm) -> None:
     if layer.weight is not None:
         if layer.num_groups == layer.num_channels:  # one group a channel
@@ -89,19 +89,19 @@ def _group_norm(layer: nn.GroupNorm) -> None:
         layer.num_channels = layer.weight.shape[0]
 
 
-@_sizes.register(nn.LayerNorm)
-@_sizes.register(nn.RMSNorm)
+@set_sizes.register(nn.LayerNorm)
+@set_sizes.register(nn.RMSNorm)
 def _layer_norm(layer: nn.LayerNorm | nn.RMSNorm) -> None:
     if layer.weight is not None:
         layer.normalized_shape = tuple(layer.weight.shape)
 
 
-@_sizes.register(nn.PReLU)
+@set_sizes.register(nn.PReLU)
 def _prelu(layer: nn.PReLU) -> None:
     layer.num_parameters = layer.weight.shape[0]
 
 
-@_sizes.register(nn.MultiheadAttention)
+@set_sizes.register(nn.MultiheadAttention)
 def _attention(layer: nn.MultiheadAttention) -> None:
     packed = layer.in_proj_weight is not None
     weight = layer.in_proj_weight if packed else layer.q_proj_weight
@@ -111,7 +111,7 @@ def _attention(layer: nn.MultiheadAttention) -> None:
     layer.head_dim = layer.embed_dim // layer.num_heads
 
 
-@_sizes.register(nn.RNNBase)
+@set_sizes.register(nn.RNNBase)
 def _recurrent(layer: nn.RNNBase) -> None:
     shapes = {name: weight.shape for name, weight in layer.named_parameters(recurse=False)}
     layer.input_size = shapes["weight_ih_l0"][1]
@@ -122,6 +122,6 @@ def _recurrent(layer: nn.RNNBase) -> None:
     layer._init_flat_weights()
 
 
-@_sizes.register(nn.RNNCellBase)
+@set_sizes.register(nn.RNNCellBase)
 def _cell(layer: nn.RNNCellBase) -> None:
     layer.hidden_size, layer.input_size = layer.weight_hh.shape[1], layer.weight_ih.shape[1]

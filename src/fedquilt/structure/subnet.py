@@ -61,6 +61,17 @@ class Subnet:
         """The same subnet without the named blocks either."""
         return replace(self, skipped=tuple(sorted({*self.skipped, *blocks})))
 
+    def within(self, *others: Subnet) -> Subnet:
+        """The same subnet without the channels and blocks that none of the others has."""
+        kept = dict(self.kept)
+        for group in set.intersection(*({g for g, _ in other.kept} for other in others)):
+            held = 0
+            for other in others:
+                held |= dict(other.kept)[group]
+            kept[group] = kept[group] & held if group in kept else held
+        gone = set.intersection(*(set(other.skipped) for other in others))
+        return replace(self, kept=tuple(sorted(kept.items()))).skipping(*gone)
+
     @property
     def shape(self) -> Subnet:
         """What is built for it: channels and blocks, whatever is shared, sent or owned."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedquilt.federation.client import Task, Update
+from fedquilt.federation.client import Task, Update, seed_of
 from fedquilt.training.attack import PGD, frozen
 from fedquilt.training.dualnorm import has_dial, set_robustness
 from fedquilt.training.losses import cross_entropy, label_mask
 from fedquilt.training.mixing import mixed
 from fedquilt.training.recipe import Workbench
+from fedquilt.training.statistics import calibrate
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Evaluate:
     A mix answers with the mean of its subnets' logits; by default every subnet stands alone.
     ``labels`` are the client's own classes, to which "Local" accuracy restricts answers; ``part``
     of ``parts`` is the share of the data that this task looks at. With an ``attack`` hits on
-    attacked inputs are counted too.
+    attacked inputs are counted too. Statistics that stay at home, and that the client does not have
+    for a subnet, are first taken from its training data.
     """
 
     mixes: tuple[tuple[int, ...], ...] | None = None
@@ -42,6 +44,9 @@ class Evaluate:
         examples = bench.examples(self.split, task.client if self.of is None else self.of)
         rows = self._rows(len(examples))
         modules = [m.eval() for m in bench.modules(task.subnets, task.params, self.home)]
+        for module, subnet in zip(modules, task.subnets, strict=True):
+            if bench.lacks_statistics(subnet, self.home):
+                calibrate(module, bench.examples("train", task.client), seed_of(task.seed, 1))
         mixes = self.mixes or tuple((i,) for i in range(len(modules)))
         count = _Count()
         generator = torch.Generator().manual_seed(task.seed)

@@ -117,7 +117,7 @@ class _Nested:
                 if name not in shared:
                     own.append(gradient)
                 elif gradient is not None:
-                    sums[name] = _added(sums[name], self._weights[0][name], shared[name], gradient)
+                    sums[name] = added(sums[name], self._weights[0][name], shared[name], gradient)
         self._descent.follow([*sums.values(), *own])
         self._give_out()
         return torch.stack([loss.detach() for loss in losses if loss is not None]).mean()
@@ -126,13 +126,7 @@ class _Nested:
         weights = {n: w for n, w in self._weights[number].items() if w.requires_grad}
         if loss is None:
             return dict.fromkeys(weights)
-        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-        # weights that are added to each other may get one gradient tensor; each needs its own
-        alone = [
-            g if id(g) not in map(id, found[:i]) or g is None else g.clone()
-            for i, g in enumerate(found)
-        ]
-        return dict(zip(weights, alone, strict=True))
+        return gradients(loss, weights)
 
     @torch.no_grad()
     def _give_out(self) -> None:
@@ -142,7 +136,20 @@ class _Nested:
                 weights[name].copy_(view(self._weights[0][name], index))
 
 
-def _added(total: Tensor | None, like: Tensor, index: tuple[Index, ...], part: Tensor) -> Tensor:
+def gradients(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """The gradient of each weight, or None if it has no part in the loss; each a tensor alone.
+
+    Weights that are added to each other may get one tensor from PyTorch.
+    """
+    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    alone = [
+        g if id(g) not in map(id, found[:i]) or g is None else g.clone()
+        for i, g in enumerate(found)
+    ]
+    return dict(zip(weights, alone, strict=True))
+
+
+def added(total: Tensor | None, like: Tensor, index: tuple[Index, ...], part: Tensor) -> Tensor:
     """total[index] += part."""
     total = torch.zeros_like(like) if total is None else total
     if all(isinstance(i, slice) for i in index):

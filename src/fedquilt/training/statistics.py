@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedquilt.data import ClientData
 from fedquilt.federation.client import Task, Update
 from fedquilt.structure.groups import STATISTICS
 from fedquilt.training.recipe import Workbench
@@ -50,6 +52,20 @@ class Statistics:
             sent.append(only)
             found.append(bench.tensors(module, only, subnet))
         return Update(task.client, tuple(sent), tuple(found), float(len(rows)), {})
+
+
+ENOUGH = 1024  # examples, to know means and variances
+
+
+def calibrate(module: nn.Module, examples: ClientData, seed: int, batch_size: int = 128) -> None:
+    """Takes a module's running statistics from examples; back to how it answers in use."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(len(examples), generator=generator)[:ENOUGH]
+    parts = max(1, math.ceil(len(rows) / batch_size))
+    with torch.no_grad(), cumulative(module):
+        for some in rows.tensor_split(parts):
+            module(examples.batch(some)[0])
+    module.eval()
 
 
 @contextmanager
