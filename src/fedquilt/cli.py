@@ -539,33 +539,31 @@ def _refuse_other_settings(before: Config, config: Config, folder: Path) -> None
                 "a resumed run keeps its settings, only rounds and run.* may change; "
                 f"{folder} has {name} = {old.get(name)}, got {value}"
             )
-    num_done = rounds_done(folder)
-    if config.rounds < num_done:
-        raise ConfigError(f"{folder} has done {num_done} rounds, --rounds {config.rounds} is less")
 
 
 def _watched(
     config: Config, source: Source, folder: Path, console: Console, *, resume: bool
 ) -> Run:
     """A run trained to its end, with its progress on the console."""
-    with _stoppable(folder, config.rounds):
+    watch = Watch(console, config.rounds)
+    with _stoppable(folder, watch):
         matched: list[Matched] = []
         train_it = ready(config, source, folder, resume=resume, tell=matched.append)
         _say(console, f"{config.method.name} on {source.name}, seed {config.seed}, in {folder}")
         _say(console, *map(str, matched))
-        with Watch(console, config.rounds) as watch:
+        with watch:
             return train_it(watch)
 
 
 @contextmanager
-def _stoppable(folder: Path, num_rounds: int) -> Iterator[None]:
+def _stoppable(folder: Path, watch: Watch) -> Iterator[None]:
     """Lets Ctrl-C and SIGTERM stop a run, which saves itself, and says how to go on."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
         again = shlex.join(["fedquilt", "train", "--resume", str(folder)])
-        where = f"stopped after round {rounds_done(folder)} of {num_rounds}"
+        where = f"stopped after round {rounds_done(folder)} of {watch.num_rounds}"
         print(f"fedquilt: {where}; go on with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     finally:

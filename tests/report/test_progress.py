@@ -16,11 +16,11 @@ SCORES = (
 )
 FAILURES = (Failure(2, "out of memory"),)
 ROUND = (
-    RoundStarted(1, "train", 2),
+    RoundStarted(1, "train", 2, 10),
     ClientDone(1),
     ClientDone(2, "out of memory"),
     RoundDone(1, "train", 0.5, 1, FAILURES, 10, 10, 1.5),
-    RoundStarted(1, "statistics", 1),
+    RoundStarted(1, "statistics", 1, 10),
     ClientDone(1),
     Evaluated(1, SCORES, (), 0, 0, False, 0.1),
 )
@@ -65,7 +65,7 @@ def test_the_picture_has_round_phase_clients_loss_accuracy_failures_and_time():
 def test_time_left_counts_clients_and_only_this_sitting():
     now = [100.0]
     seen = Seen(12, clock=lambda: now[0])
-    seen.note(RoundStarted(11, "train", 4))  # resumed after ten rounds
+    seen.note(RoundStarted(11, "train", 4, 12))  # resumed after ten rounds
     assert seen.seconds_left is None
     seen.note(ClientDone(0))
     seen.note(ClientDone(1))
@@ -77,7 +77,7 @@ def test_time_left_counts_clients_and_only_this_sitting():
 def test_two_clients_of_ten_that_are_half_done_are_one_of_ten():
     now = [0.0]
     seen = Seen(4, clock=lambda: now[0])
-    seen.note(RoundStarted(2, "search", 10))
+    seen.note(RoundStarted(2, "search", 10, 4))
     for share in (0.2, 0.5):
         seen.note(ClientProgress(6, share))
         seen.note(ClientProgress(3, share))
@@ -96,22 +96,26 @@ def test_two_clients_of_ten_that_are_half_done_are_one_of_ten():
 
 def test_shares_of_a_round_do_not_count_in_the_next():
     seen = Seen(4)
-    for event in (RoundStarted(1, "search", 2), ClientProgress(0, 0.5), RoundStarted(2, "a", 2)):
+    for event in (
+        RoundStarted(1, "search", 2, 4),
+        ClientProgress(0, 0.5),
+        RoundStarted(2, "a", 2, 4),
+    ):
         seen.note(event)
     assert seen.clients == 0
 
 
 def test_plain_lines_tell_of_long_rounds_now_and_then():
     now, file = [0.0], io.StringIO()
-    with Watch(Console(file=file), num_rounds=131, clock=lambda: now[0]) as watch:
+    with Watch(Console(file=file), num_rounds=100, clock=lambda: now[0]) as watch:
         now[0] = 100.0  # what came before the round does not count
-        watch(RoundStarted(31, "search", 4))
+        watch(RoundStarted(31, "search", 4, 131))
         for second in range(1, 26):
             now[0] = 100.0 + second
             watch(ClientProgress(4, second / 100))
             watch(ClientProgress(3, min(second / 15, 1.0)))
             watch(ClientProgress(9, 1.0))  # done, but its result has to wait
-        watch(RoundStarted(32, "search", 4))
+        watch(RoundStarted(32, "search", 4, 131))
         now[0] += 9.0
         watch(ClientProgress(4, 0.5))
     assert file.getvalue().splitlines() == [
@@ -128,8 +132,8 @@ class Terminal(io.StringIO):
 def test_the_live_display_is_drawn_ten_times_a_second_at_most_and_prints_no_shares():
     now, file = [0.0], Terminal()
     console = Console(file=file, force_terminal=True, width=100)
-    with Watch(console, num_rounds=131, clock=lambda: now[0]) as watch:
-        watch(RoundStarted(31, "search", 10))
+    with Watch(console, num_rounds=100, clock=lambda: now[0]) as watch:
+        watch(RoundStarted(31, "search", 10, 131))
         for millisecond in range(1, 20_001):
             now[0] = millisecond / 1000
             watch(ClientProgress(3, millisecond / 40_000))

@@ -50,7 +50,7 @@ class Seen:
         """Takes an event in."""
         match event:
             case RoundStarted():
-                self.round, self.phase = event.round, event.phase
+                self.round, self.phase, self.total = event.round, event.phase, event.total
                 self.num_tasks, self.num_done, self.under_way = event.num_tasks, 0, {}
                 if self._start is None:
                     self.finished = max(event.round - 1, 0)
@@ -100,6 +100,11 @@ class Watch:
         self._live = Live(console=console, auto_refresh=False, transient=True) if is_live else None
         self._drawn = float("-inf")
         self._silent_since = clock()
+
+    @property
+    def num_rounds(self) -> int:
+        """The rounds of the whole run, as far as is known."""
+        return self._seen.total
 
     def __enter__(self) -> Watch:
         """Starts the live display."""

@@ -26,7 +26,7 @@ from fedquilt.federation.state import Setup
 from fedquilt.methods.method import Method
 from fedquilt.models.pretrained import Matched, load_pretrained
 from fedquilt.runs import checkpoint
-from fedquilt.runs.loop import Pace, Watch
+from fedquilt.runs.loop import Pace, Watch, refuse_other_rounds
 from fedquilt.runs.run import Run, fingerprint, last_checkpoint, open_run, prepared, train
 from fedquilt.structure.groups import Structure
 
@@ -54,7 +54,8 @@ def ready(
     if resume and (last := last_checkpoint(folder)) is not None:
         whole = Setup(model, structure, example, population.clients, config.rounds, config.seed)
         setup = method.prepared(whole)
-        checkpoint.load(last, fingerprint(setup, method))  # refused before anything is written
+        done = checkpoint.load(last, fingerprint(setup, method))
+        refuse_other_rounds(done.state, method, setup)  # before anything is written
     _remember(config, folder, resume=resume)
     return lambda watch: train(
         model,
@@ -101,10 +102,13 @@ def rounds_done(folder: Path) -> int:
 
 
 def is_finished(folder: Path, num_rounds: int) -> bool:
-    """Whether a run has its model, and was trained for so many rounds."""
+    """Whether a run has its model after so many rounds; refused if it has had more."""
     if not (folder / "model" / "bundle.json").exists():
         return False
-    return bool(bundle.load(folder / "model").about["rounds"] >= num_rounds)
+    done = int(bundle.load(folder / "model").about["rounds"])
+    if done > num_rounds:
+        raise ConfigError(f"{folder} has done {done} rounds, and {num_rounds} are less")
+    return done == num_rounds
 
 
 def opened(folder: Path) -> Run:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.engines.engine import Engine, nobody
-from fedquilt.errors import CheckpointError, TrainingError, UpdateError
+from fedquilt.errors import CheckpointError, ConfigError, TrainingError, UpdateError
 from fedquilt.evaluation.accuracy import SizeScore, evaluate
 from fedquilt.federation.client import Failure, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State, sample
@@ -28,11 +28,12 @@ from fedquilt.structure.trace import named_tensors
 
 @dataclass(frozen=True)
 class RoundStarted:
-    """A round begins, with this many tasks."""
+    """A round begins, with this many tasks; the run has ``total`` rounds in all its phases."""
 
     round: int
     phase: str
     num_tasks: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,12 @@ class Loop:
         done = self._resumed() if resume else self._started()
         last_saved = done.state.round
         is_evaluated = self._trim_records(last_saved)
-        total = sum(p.rounds for p in self.method.phases(self.setup) if not p.is_closing)
+        total = num_rounds(self.method, self.setup)
         try:
             if not is_evaluated:  # stopped after the round, before its evaluation was recorded
                 self._evaluate_if_due(done.state, total)
             while done.state.round < total:
-                done = self._round(done.state, self._phase_of(done.state.round))
+                done = self._round(done.state, phase_of(done.state.round, self.method, self.setup))
                 self._evaluate_if_due(done.state, total)
                 if self._is_due(self.pace.checkpoint_every, done.state.round, total):
                     self._save(done)
@@ -140,14 +141,6 @@ class Loop:
                 self._save(done)
             raise
         return self._evaluate(done.state, is_final=True)
-
-    def _phase_of(self, round: int) -> Phase:
-        for phase in self.method.phases(self.setup):
-            if not phase.is_closing:
-                if round < phase.rounds:
-                    return phase
-                round -= phase.rounds
-        raise AssertionError("a round after the last phase")
 
     @staticmethod
     def _is_due(every: int, round: int, total: int) -> bool:
@@ -177,7 +170,8 @@ class Loop:
         seed = seed_of(self.setup.seed, state.round, *stream)
         cohort = sample(self.setup.clients, phase, seed)
         tasks = self.method.plan(self.setup, state, cohort)
-        self.watch(RoundStarted(number, phase.name, len(tasks)))
+        total = num_rounds(self.method, self.setup)
+        self.watch(RoundStarted(number, phase.name, len(tasks), total))
         ledger = _Ledger(self.setup.structure, state.params, self.watch)
         sent = Counter(subnet for task in tasks for subnet in task.subnets)
         ledger.bytes_down = sum(num_bytes(self.setup, s) * count for s, count in sent.items())
@@ -249,6 +243,7 @@ class Loop:
         if not found:
             return self._started()  # stopped before the first checkpoint
         restored = checkpoint.load(found[-1], self.fingerprint)
+        refuse_other_rounds(restored.state, self.method, self.setup)
         self.engine.restore(restored.kept)
         self._forget_old_states(restored)
         return restored
@@ -295,6 +290,34 @@ class Loop:
                 f"{path} could not be written ({problem}); make room and resume"
             ) from problem
         return is_evaluated
+
+
+def num_rounds(method: Method, setup: Setup) -> int:
+    """The rounds of all phases but the closing ones."""
+    return sum(phase.rounds for phase in method.phases(setup) if not phase.is_closing)
+
+
+def phase_of(round: int, method: Method, setup: Setup) -> Phase:
+    """The phase that a round, counted from 0, belongs to."""
+    for phase in method.phases(setup):
+        if not phase.is_closing:
+            if round < phase.rounds:
+                return phase
+            round -= phase.rounds
+    raise AssertionError("a round after the last phase")
+
+
+def refuse_other_rounds(state: State, method: Method, setup: Setup) -> None:
+    """Refuses to go on from a state that a run of so many rounds would never have been in."""
+    total = num_rounds(method, setup)
+    if state.round > total:
+        raise ConfigError(f"the run has done {state.round} rounds, and {total} are less")
+    if state.round and (phase := phase_of(state.round - 1, method, setup)).name != state.phase:
+        raise ConfigError(
+            f"the run has done {state.round} rounds and was in its phase {state.phase}; with "
+            f"{setup.rounds} rounds of training that would be {phase.name}; resume it with as many "
+            "rounds as it was started with"
+        )
 
 
 def num_bytes(setup: Setup, subnet: Subnet) -> int:
