@@ -382,6 +382,10 @@ def customize(
             "and the output has a row for each width.",
         ),
     ] = False,
+    client: Annotated[
+        int | None,
+        typer.Option(help="The net that this client chose for itself, with what it keeps (apfl)."),
+    ] = None,
     params: ParamsLimit = None,
     macs: MacsLimit = None,
     memory: MemoryLimit = None,
@@ -398,9 +402,11 @@ def customize(
         checked_robustness(robustness)
         if family:
             raise ConfigError("a family takes the robustness as an input; leave out --robustness")
+    if client is not None and (width < 1 or limits or family or robustness is not None):
+        raise ConfigError("the net of a client has the size that it chose; give --client alone")
     run = opened(folder)
-    small = run.customize(width, robustness, **limits)
-    facts = _facts(run, small, is_family=family)
+    small = run.customize(width, robustness, client=client, **limits)
+    facts = _facts(run, small, client=client, is_family=family)
     kept = {**facts, "config": run.about["config"]}
     written = export(small, out, about=kept, family=family)
     facts = {"path": str(written), "bytes": written.stat().st_size, "checked": True, **facts}
@@ -624,15 +630,19 @@ def _finish(run: Run, *, as_json: bool) -> None:
         )
 
 
-def _facts(run: Run, small: nn.Module, *, is_family: bool) -> dict[str, Any]:
+def _facts(run: Run, small: nn.Module, *, client: int | None, is_family: bool) -> dict[str, Any]:
     """What a user of a small model must know."""
     setup, about = run.setup, run.about
     width = float(small.fedquilt_width)  # type: ignore[arg-type]
+    is_own = client is not None
     mix = run.method.mix(setup, run.state, width)
+    if client is not None:
+        mix = (run.state.chosen[client],)
     price = price_of(setup, mix)
     is_mixed = isinstance(small, Mixture)
     return {
         "width": width,
+        "client": client,
         "robustness": None if is_family else small.fedquilt_robustness,
         "family": _family_facts(small, width) if is_family else None,
         "params": price.params,
@@ -640,8 +650,8 @@ def _facts(run: Run, small: nn.Module, *, is_family: bool) -> dict[str, Any]:
         "seed": run.seed,
         "input": {"shapes": [x["shape"] for x in about["example"]], "scale": about.get("scale")},
         "needs_batches": _needs_batches(small),
-        "is_trained_size": width in about["sizes"],
-        "statistics_of": mix[0].owner if mix[0].own and not is_mixed else None,
+        "is_trained_size": is_own or width in about["sizes"],
+        "statistics_of": mix[0].owner if mix[0].own and not is_mixed and not is_own else None,
     }
 
 
@@ -666,7 +676,8 @@ def _rows_of(family: Mapping[str, Any]) -> str:
 
 def _describe(run: Run, facts: Mapping[str, Any]) -> None:
     size = f"{facts['params']:,} parameters, {tables.prefixed(facts['bytes'], 'B')}"
-    point = f"width {facts['width']:g}"
+    is_own = facts["client"] is not None
+    point = f"the net of client {facts['client']}" if is_own else f"width {facts['width']:g}"
     if facts["robustness"] is not None:
         point += f", robustness {facts['robustness']:g}"
     if facts["family"] is not None:
