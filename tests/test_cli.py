@@ -685,7 +685,7 @@ def test_report_writes_a_page_with_clients_and_trade_offs(dialled, finished, tmp
     )
     assert result.code == 0, result.err
     paths = json.loads(result.out)
-    assert Path(paths["page"]).read_text().count("<img") == 6
+    assert Path(paths["page"]).read_text().count("<img") == 10
     data = json.loads(Path(paths["data"]).read_text())
     assert set(data) == {"dialled", "a"}
     assert len(data["dialled"]["scores"]) == 4

@@ -51,6 +51,7 @@ def test_what_a_client_sends_and_computes_grows_with_its_budget(setup):
     method = fq.SplitMix(base=0.25, together=False)
     scores = client_scores(method.prepared(setup), method, {2: 0.5})
     assert [s.params_per_round for s in scores] == [n * params(2) for n in (1, 2, 4, 4)]
+    assert [s.bytes_per_round for s in scores] == [n * 4 * params(2) for n in (1, 2, 4, 4)]
     assert [s.macs for s in scores] == [n * (3 * 2 + 2 * 2) for n in (1, 2, 4, 4)]
     assert [s.rounds for s in scores] == [6] * 4
     assert [s.accuracy for s in scores] == [None, None, 0.5, None]
@@ -60,7 +61,20 @@ def test_what_a_client_sends_and_computes_grows_with_its_budget(setup):
 def test_slimmable_clients_compute_every_width_but_send_the_widest(setup):
     scores = client_scores(setup, fq.SHeteroFL())
     assert [s.params_per_round for s in scores] == [params(n) for n in (2, 4, 8, 8)]
+    assert [s.bytes_per_round for s in scores] == [4 * params(n) for n in (2, 4, 8, 8)]
     assert [s.macs for s in scores] == [5 * n for n in (2, 2 + 4, 2 + 4 + 8, 2 + 4 + 8)]
+
+
+def test_means_are_over_the_rounds_that_a_client_took_part_in(setup):
+    method = fq.HeteroFL(fraction=0.5, assignment="dynamic", widths=(0.25, 1.0))
+    tasks = [task for tasks in history(setup, method) for task in tasks]
+    kinds = set()
+    for score in client_scores(setup, method):
+        own = [task.subnets[0] for task in tasks if task.client == score.client]
+        sent = [4 * params(setup.structure.kept(subnet, "0")) for subnet in own]
+        assert (score.rounds, score.bytes_per_round) == (len(own), sum(sent) / len(own))
+        kinds.add(len(set(sent)))
+    assert 2 in kinds  # some client trained both widths
 
 
 @pytest.mark.parametrize("method", [fq.SplitMix(fraction=0.5, base=0.25, together=False)])

@@ -1,10 +1,16 @@
 """What is read back from a run's records."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from fedquilt.evaluation.accuracy import SizeScore
-from fedquilt.report.records import final_scores
+from fedquilt.report.records import (
+    Milestone,
+    accuracy_of,
+    bytes_to_reach,
+    final_scores,
+    milestones,
+)
 
 SCORE = SizeScore(1.0, 100, 1000, 0.9, None, 0.3, 50)
 
@@ -21,3 +27,55 @@ def test_final_scores_are_the_last_that_are_final(tmp_path):
 
 def test_without_records_there_are_no_scores(tmp_path):
     assert final_scores(tmp_path) == ()
+    assert list(milestones(tmp_path)) == []
+
+
+def recorded(folder, *records, timing=()):
+    for name, lines in (("metrics.jsonl", records), ("timing.jsonl", timing)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def done(round, phase, down, up):
+    return {"round": round, "phase": phase, "loss": 0.1, "bytes_down": down, "bytes_up": up}
+
+
+def evaluated(round, *scores, closing=0):
+    bytes_sent = {"bytes_down": closing, "bytes_up": closing}
+    return {"round": round, "scores": [asdict(s) for s in scores], "is_final": False, **bytes_sent}
+
+
+def test_milestones_count_all_rounds_and_no_closing_phases(tmp_path):
+    small = replace(SCORE, width=0.5)
+    took = {1: 2.0, 2: 3.0, 3: 4.0}
+    timing = [{"event": "RoundDone", "round": r, "seconds": s} for r, s in took.items()]
+    timing.insert(1, {"event": "Evaluated", "round": 1, "seconds": 100.0})
+    recorded(
+        tmp_path,
+        done(1, "warm-up", 10, 1),
+        evaluated(1, small, SCORE, closing=5000),
+        done(2, "search", 200, 0),
+        done(3, "train", 3000, 2),
+        evaluated(3, small, closing=5000),
+        timing=timing,
+    )
+    assert list(milestones(tmp_path)) == [
+        Milestone(1, "warm-up", 2.0, 11, SCORE),  # of the largest net
+        Milestone(3, "train", 9.0, 3213, small),
+    ]
+
+
+def reached(sent, user, own=None):
+    score = replace(SCORE, user_accuracy=user, personal_accuracy=own)
+    return Milestone(sent, "train", 0.0, sent, score)
+
+
+def test_the_bytes_to_reach_an_accuracy_are_those_of_the_first_evaluation_with_it():
+    progress = [reached(1, 0.2), reached(2, 0.5, 0.1), reached(3, 0.4, 0.3), reached(4, 0.6, 0.2)]
+    assert [bytes_to_reach(progress, a) for a in (0.1, 0.5, 0.55, 0.7)] == [1, 2, 4, None]
+    assert bytes_to_reach(progress, 0.2, lambda score: score.personal_accuracy) == 3
+    assert bytes_to_reach([], 0.0) is None
+
+
+def test_accuracy_is_that_of_users_where_it_is_known():
+    assert accuracy_of(replace(SCORE, user_accuracy=0.7)) == 0.7
+    assert accuracy_of(SCORE) == 0.9

@@ -32,6 +32,7 @@ class ClientScore:
     budget: float  # the width that it can afford
     rounds: int  # in which it took part
     params_per_round: float  # sent up, and as many received
+    bytes_per_round: float  # the same, with all that is no parameter
     macs: float  # forward, of one example, over all it trains
     accuracy: float | None  # of the largest model on its own test data
 
@@ -64,10 +65,12 @@ def client_scores(
     scores = []
     for client in setup.clients:
         rounds = sum(trained[client.id].values())
-        sent, macs = 0.0, 0.0
+        sent, bytes_sent, macs = 0.0, 0.0, 0.0
         for subnets, count in trained[client.id].items():
+            price = cost_of(setup, subnets)
             sent += count * sum(_num_params(setup, subnet) for subnet in subnets)
-            macs += count * cost_of(setup, subnets).macs
+            bytes_sent += count * price.bytes
+            macs += count * price.macs
         scores.append(
             ClientScore(
                 client.id,
@@ -75,6 +78,7 @@ def client_scores(
                 client.budget.width,
                 rounds,
                 sent / max(rounds, 1),
+                bytes_sent / max(rounds, 1),
                 macs / max(rounds, 1),
                 (accuracy or {}).get(client.id),
             )

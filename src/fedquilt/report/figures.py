@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from fedquilt.errors import ConfigError
 from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.architectures import (
+    Architecture,
+    ClientNet,
+    Distance,
+    Distances,
+    mean_costs,
+)
 from fedquilt.evaluation.clients import ClientScore
+from fedquilt.report.records import Milestone, accuracy_of, bytes_to_reach
+from fedquilt.report.tables import percent, prefixed
+from fedquilt.structure.budget import Budget
 
+MOST_BUDGETS = 8  # that bars are drawn for
 Curve = Sequence[tuple[float, float]]  # x and y of each point
 
 
@@ -23,6 +35,8 @@ class Lines:
     x: str
     y: str
     curves: Mapping[str, Curve]
+    is_linear: bool = False  # also where x grows by orders of magnitude
+    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,7 @@ class Bars:
     y: str
     places: tuple[str, ...]
     series: Mapping[str, Sequence[float]]
+    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,9 +56,27 @@ class Boxes:
 
     title: str
     panels: Mapping[str, Mapping[str, Sequence[float]]]
+    caption: str = ""
 
 
-Figure = Lines | Bars | Boxes
+@dataclass(frozen=True)
+class Grid:
+    """A picture of percentages as colours, in rows and columns.
+
+    ``bands`` are neighbouring columns that belong together: their name, and how many.
+    """
+
+    title: str
+    x: str
+    values_are: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: Sequence[Sequence[float]]  # of every row, a value for each column
+    bands: Sequence[tuple[str, int]] = ()
+    caption: str = ""
+
+
+Figure = Lines | Bars | Boxes | Grid
 
 
 def by_width(runs: Mapping[str, Sequence[SizeScore]]) -> list[Figure]:
@@ -68,11 +101,6 @@ def _points(scores: Sequence[SizeScore], attribute: str) -> list[tuple[float, fl
     )
 
 
-def accuracy_of(score: SizeScore) -> float | None:
-    """The accuracy to show: the mean over users where it is known."""
-    return score.accuracy if score.user_accuracy is None else score.user_accuracy
-
-
 def trade_off(runs: Mapping[str, Sequence[SizeScore]]) -> list[Figure]:
     """Robust against standard accuracy, one curve for each width (Split-Mix, Fig. 7)."""
     curves: dict[str, list[tuple[float, float]]] = {}
@@ -94,7 +122,7 @@ def trade_off(runs: Mapping[str, Sequence[SizeScore]]) -> list[Figure]:
     ]
 
 
-def by_clock(runs: Mapping[str, Sequence[tuple[float, SizeScore]]]) -> Figure:
+def by_clock(runs: Mapping[str, Sequence[Milestone]]) -> Figure:
     """Accuracy of the widest net against seconds of training (Split-Mix, Fig. 9)."""
     return Lines(
         "Accuracy of the largest net against wall-clock time",
@@ -102,13 +130,55 @@ def by_clock(runs: Mapping[str, Sequence[tuple[float, SizeScore]]]) -> Figure:
         "accuracy (%)",
         {
             name: [
-                (seconds, 100 * accuracy)
-                for seconds, score in scores
-                if (accuracy := accuracy_of(score)) is not None
+                (milestone.seconds, 100 * accuracy)
+                for milestone in progress
+                if (accuracy := accuracy_of(milestone.score)) is not None
             ]
-            for name, scores in runs.items()
+            for name, progress in runs.items()
         },
+        is_linear=True,
     )
+
+
+def by_traffic(runs: Mapping[str, Sequence[Milestone]]) -> list[Figure]:
+    """Accuracy of the widest net, and of clients' own, against bytes (APFL, Fig. 4)."""
+    most = max((m.bytes for progress in runs.values() for m in progress), default=0)
+    unit, factor = next(((u, f) for u, f in (("GB", 1e9), ("MB", 1e6)) if most >= f), ("kB", 1e3))
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for name, progress in runs.items():
+        for milestone in progress:
+            shown = {name: accuracy_of(milestone.score)}
+            shown[f"{name}, own nets"] = milestone.score.personal_accuracy
+            for curve, accuracy in shown.items():
+                if accuracy is not None:
+                    point = (milestone.bytes / factor, 100 * accuracy)
+                    curves.setdefault(curve, []).append(point)
+    if not curves:
+        return []
+    return [
+        Lines(
+            "Accuracy of the largest net against communication",
+            f"{unit} received and sent by all clients",
+            "accuracy (%)",
+            curves,
+            is_linear=True,
+            caption=_reached(runs),
+        )
+    ]
+
+
+def _reached(runs: Mapping[str, Sequence[Milestone]]) -> str:
+    """What it took every run to reach what all of them reach.
+
+    Earlier phases count with their bytes, not with the accuracy of what they train: another net.
+    """
+    last = {n: [m for m in ms if m.phase == ms[-1].phase] for n, ms in runs.items() if ms}
+    best = [max(accuracy_of(m.score) or 0.0 for m in ms) for ms in last.values()]
+    spent = {name: bytes_to_reach(ms, min(best)) for name, ms in last.items()}
+    reached = {name: sent for name, sent in spent.items() if sent is not None}
+    if not len(runs) == len(reached) > 1:
+        return ""
+    return _listed(f"To reach {percent(min(best))}, as all do", reached, "B")
 
 
 def by_client(runs: Mapping[str, Sequence[ClientScore]]) -> Figure:
@@ -148,6 +218,103 @@ def by_block(title: str, y: str, sizes: Mapping[str, Mapping[str, float]]) -> li
     return [Bars(title, y, places, series)]
 
 
+def by_layer(name: str, nets: Sequence[Architecture], apart: Distances | None) -> list[Figure]:
+    """What clients' own nets keep of every width group (APFL, Fig. 3).
+
+    Clients of one budget stand together. Rows are groups, so that their names can be read and the
+    picture grows downwards.
+    """
+    groups = tuple(dict.fromkeys(group for net in nets for group in net.groups))
+    if not groups:
+        return []
+    budgets = _richest_first(net.budget for net in nets)
+    nets = sorted(nets, key=lambda net: (budgets.index(net.budget), net.client))
+    bands = [(_named(budget), sum(n.budget == budget for n in nets)) for budget in budgets]
+    return [
+        Grid(
+            f"Architectures of {name}",
+            "client",
+            "kept channels (%)",
+            groups,
+            tuple(str(net.client) for net in nets),
+            [[100 * net.groups[group] for net in nets] for group in groups],
+            bands if 2 * len(bands) <= len(nets) else (),  # not if everybody's is another
+            _distances_told(apart),
+        )
+    ]
+
+
+def _distances_told(apart: Distances | None) -> str:
+    if apart is None or apart.all_pairs is None:
+        return ""
+
+    def told(distance: Distance, who: str) -> str:
+        return (
+            f"{distance.channels:,.1f} channels, or {distance.ratios:.2f} in shares of layers, "
+            f"over {who} ({distance.pairs})"
+        )
+
+    parts = [told(apart.same_budget, "pairs of the same budget")] if apart.same_budget else []
+    parts.append(told(apart.all_pairs, "all pairs"))
+    return f"Mean L2 distance between two clients' architectures: {'; '.join(parts)}."
+
+
+def by_cost(runs: Mapping[str, Sequence[ClientNet]]) -> list[Figure]:
+    """What clients' nets cost, in the mean over all, and over those of a budget (APFL, Fig. 5)."""
+    runs = {name: nets for name, nets in runs.items() if nets}
+    budgets = _richest_first(net.budget for nets in runs.values() for net in nets)
+    if not budgets:
+        return []
+    several = budgets if 1 < len(budgets) <= MOST_BUDGETS else []
+    means = {
+        name: [
+            mean_costs(nets),
+            *(mean_costs([net for net in nets if net.budget == budget]) for budget in several),
+        ]
+        for name, nets in runs.items()
+    }
+    costs = {
+        "params": ("Parameters of clients' nets", "parameters (M)", ""),
+        "macs": ("MACs of clients' nets", "MACs, one example (M)", ""),
+        "bytes": ("Upload of clients' nets", "upload of a round (MB)", "B"),
+    }
+    return [
+        Bars(
+            title,
+            y,
+            ("all clients", *map(_named, several)),
+            {run: [mean.get(cost, 0.0) / 1e6 for mean in listed] for run, listed in means.items()},
+            _listed("In the mean over clients", {r: m[0][cost] for r, m in means.items()}, unit),
+        )
+        for cost, (title, y, unit) in costs.items()
+    ]
+
+
+def _listed(what: str, values: Mapping[str, float], unit: str = "") -> str:
+    return f"{what}: {', '.join(f'{n} {prefixed(v, unit)}' for n, v in values.items())}."
+
+
+def _richest_first(budgets: Iterable[Budget | None]) -> list[Budget | None]:
+    """Each budget once; what nobody said comes last."""
+
+    def limits(budget: Budget | None) -> list[float]:
+        given = [0.0] if budget is None else astuple(budget)
+        return [math.inf if limit is None else limit for limit in given]
+
+    return sorted(set(budgets), key=limits, reverse=True)
+
+
+def _named(budget: Budget | None) -> str:
+    """A budget in lines; a width of 1 is no limit where there are others."""
+    if budget is None:
+        return ""
+    words = {"params": "M params", "macs": "M MACs", "memory": "MB memory", "upload": "MB upload"}
+    lines = [f"width {budget.width:g}"] if budget.width < 1 or budget.is_width_alone else []
+    limits = {words[name]: getattr(budget, name) for name in words}
+    lines += [f"{limit / 1e6:.3g} {word}" for word, limit in limits.items() if limit is not None]
+    return "\n".join(lines)
+
+
 def draw(figure: Figure, path: Path) -> None:
     """Writes the picture."""
     with _axes(figure, path) as panels:
@@ -155,11 +322,13 @@ def draw(figure: Figure, path: Path) -> None:
             for name, curve in figure.curves.items():
                 panels[0].plot(*zip(*curve, strict=True), marker="o", label=name) if curve else None
             panels[0].set(xlabel=figure.x, ylabel=figure.y, title=figure.title)
-            if all(x > 0 for c in figure.curves.values() for x, _ in c) and figure.x != "seconds":
+            if all(x > 0 for c in figure.curves.values() for x, _ in c) and not figure.is_linear:
                 panels[0].set_xscale("log") if _is_wide(figure) else None
             panels[0].legend(fontsize="small")
         elif isinstance(figure, Bars):
             _draw_bars(panels[0], figure)
+        elif isinstance(figure, Grid):
+            _draw_grid(panels[0], figure)
         else:
             for panel, (label, boxes) in zip(panels, figure.panels.items(), strict=True):
                 kept = {n: values for n, values in boxes.items() if values}
@@ -186,6 +355,32 @@ def _draw_bars(panel: Any, figure: Bars) -> None:
     panel.legend(fontsize="small")
 
 
+def _draw_grid(panel: Any, figure: Grid) -> None:
+    image = panel.imshow(figure.values, vmin=0, vmax=100, aspect="auto", cmap="viridis")
+    is_crowded = any(len(label) > 2 for label in figure.columns)
+    panel.set_xticks(range(len(figure.columns)), figure.columns, rotation=90 * is_crowded)
+    panel.set_yticks(range(len(figure.rows)), figure.rows)
+    panel.tick_params(labelsize=7)
+    panel.set(xlabel=figure.x)
+    lines = max((name.count("\n") + 1 for name, _ in figure.bands), default=0)
+    panel.set_title(figure.title, pad=8 + 9 * lines)
+    start = 0
+    for name, count in figure.bands:
+        panel.annotate(
+            name,
+            (start + (count - 1) / 2, 1),
+            (0, 4),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            fontsize=7,
+        )
+        start += count
+        if start < len(figure.columns):
+            panel.axvline(start - 0.5, color="white", linewidth=2.5)
+    panel.figure.colorbar(image, ax=panel, label=figure.values_are, pad=0.01)
+
+
 @contextmanager
 def _axes(figure: Figure, path: Path) -> Iterator[list[Any]]:
     try:
@@ -196,7 +391,11 @@ def _axes(figure: Figure, path: Path) -> Iterator[list[Any]]:
             "pictures need matplotlib; install it with: pip install 'fedquilt[report]'"
         ) from None
     count = len(figure.panels) if isinstance(figure, Boxes) else 1
-    canvas = Canvas(figsize=(4.2 * count + 1.5, 4), layout="constrained")
+    size = (4.2 * count + 1.5, 4.0)
+    if isinstance(figure, Grid):  # so that every cell has room for its label
+        rows, columns = len(figure.rows), len(figure.columns)
+        size = (max(5.7, 3 + 0.16 * columns), max(3.0, 1.5 + 0.16 * rows))
+    canvas = Canvas(figsize=size, layout="constrained")
     FigureCanvasAgg(canvas)
     yield [canvas.add_subplot(1, count, i + 1) for i in range(count)]
     canvas.savefig(path, dpi=120)

@@ -12,8 +12,10 @@ from typing import Any
 
 from fedquilt.errors import CheckpointError
 from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.architectures import Architecture, ClientNet, Distances
 from fedquilt.evaluation.clients import ClientScore
 from fedquilt.report import figures
+from fedquilt.report.records import Milestone, accuracy_of
 from fedquilt.report.tables import COLUMNS, percent
 
 STYLE = (
@@ -30,11 +32,15 @@ class Story:
     name: str
     about: Mapping[str, Any]
     scores: Sequence[SizeScore]
-    progress: Sequence[tuple[float, SizeScore]] = ()  # seconds, and the largest net's score then
+    progress: Sequence[Milestone] = ()
     clients: Sequence[ClientScore] = ()
     shares: Mapping[str, float] = field(default_factory=dict)
     steps: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # size -> block -> step
     weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # mean absolute ones
+    architectures: Sequence[Architecture] = ()  # of clients that chose their nets
+    distances: Distances | None = None  # between these
+    nets: Sequence[ClientNet] = ()  # what clients' nets cost, chosen or not
+    mean_costs: Mapping[str, float] = field(default_factory=dict)  # over these
 
 
 def write(folder: Path, stories: Sequence[Story]) -> Path:
@@ -47,7 +53,7 @@ def write(folder: Path, stories: Sequence[Story]) -> Path:
         for number, figure in enumerate(_figures(stories)):
             path = folder / f"{number:02d}-{_slug(figure.title)}.png"
             figures.draw(figure, path)
-            pictures.append((figure.title, path))
+            pictures.append((figure, path))
         page = folder / "index.html"
         page.write_text(_page(stories, pictures))
     except OSError as problem:
@@ -61,15 +67,18 @@ def _figures(stories: Sequence[Story]) -> list[figures.Figure]:
     scores = {s.name: s.scores for s in stories}
     found = [*figures.by_width(scores), *figures.trade_off(scores)]
     if any(s.progress for s in stories):
-        found.append(figures.by_clock({s.name: s.progress for s in stories}))
+        progress = {s.name: s.progress for s in stories}
+        found += [figures.by_clock(progress), *figures.by_traffic(progress)]
     if any(s.clients for s in stories):
         found.append(figures.by_client({s.name: s.clients for s in stories}))
     if any(len(s.shares) > 1 for s in stories):
         found.append(figures.by_group({s.name: s.shares for s in stories}))
+    found += figures.by_cost({s.name: s.nets for s in stories})
     for story in stories:
         found += figures.by_block(f"Step sizes of {story.name}", "step size", story.steps)
         title = f"Mean absolute weights of {story.name}"
         found += figures.by_block(title, "mean |weight|", story.weights)
+        found += figures.by_layer(story.name, story.architectures, story.distances)
     return found
 
 
@@ -77,25 +86,24 @@ def _slug(title: str) -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split())
 
 
-def _page(stories: Sequence[Story], pictures: Sequence[tuple[str, Path]]) -> str:
+def _page(stories: Sequence[Story], pictures: Sequence[tuple[figures.Figure, Path]]) -> str:
     """The page in one file: pictures are part of it."""
     parts = [f"<!doctype html><meta charset=utf-8><title>Fedquilt</title><style>{STYLE}</style>"]
     for story in stories:
         facts = ", ".join(f"{k} {v}" for k, v in story.about.items())
         parts += [f"<h2>{html.escape(story.name)}</h2><p>{html.escape(facts)}</p>", _table(story)]
         parts.append(_summary(story))
-    for title, path in pictures:
-        image = base64.b64encode(path.read_bytes()).decode()
-        parts.append(
-            f"<h3>{html.escape(title)}</h3>"
-            f'<img alt="{html.escape(title)}" src="data:image/png;base64,{image}">'
-        )
+    for figure, path in pictures:
+        image, title = base64.b64encode(path.read_bytes()).decode(), html.escape(figure.title)
+        parts.append(f'<h3>{title}</h3><img alt="{title}" src="data:image/png;base64,{image}">')
+        if figure.caption:
+            parts.append(f"<p>{html.escape(figure.caption)}</p>")
     return "\n".join(parts)
 
 
 def _summary(story: Story) -> str:
     """The worst size and the mean over sizes."""
-    known = [a for s in story.scores if (a := figures.accuracy_of(s)) is not None]
+    known = [a for s in story.scores if (a := accuracy_of(s)) is not None]
     if len(known) < 2 or any(score.robustness for score in story.scores):
         return ""
     return f"<p>worst {percent(min(known))}, mean {percent(sum(known) / len(known))}</p>"

@@ -3,14 +3,73 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedquilt.evaluation.accuracy import SizeScore
 
 
+@dataclass(frozen=True)
+class Milestone:
+    """Where a run stood at an evaluation; seconds and bytes are those of all rounds by then.
+
+    Bytes are what clients received and sent, in every phase but the closing ones, which finish a
+    copy of the model for each evaluation.
+    """
+
+    round: int
+    phase: str  # of this round; empty if none was recorded
+    seconds: float
+    bytes: int
+    score: SizeScore  # the largest net's
+
+
 def final_scores(folder: Path) -> tuple[SizeScore, ...]:
     """The scores at the end of a finished run; none, if its records are gone."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    finals = [record for record in map(json.loads, lines) if record.get("is_final")]
+    finals = [record for record in _lines(folder / "metrics.jsonl") if record.get("is_final")]
     return tuple(SizeScore(**score) for score in finals[-1]["scores"]) if finals else ()
+
+
+def milestones(folder: Path) -> Iterator[Milestone]:
+    """Every evaluation of a run, in order."""
+    seconds, spent = 0.0, {0: 0.0}
+    for record in _lines(folder / "timing.jsonl"):
+        if record["event"] == "RoundDone":
+            seconds += record["seconds"]
+            spent[record["round"]] = seconds
+    phase, sent = "", 0
+    for record in _lines(folder / "metrics.jsonl"):
+        if "scores" not in record:
+            phase, sent = record["phase"], sent + record["bytes_down"] + record["bytes_up"]
+        elif record["scores"]:
+            score = max((SizeScore(**s) for s in record["scores"]), key=lambda s: s.width)
+            yield Milestone(
+                record["round"], phase, spent.get(record["round"], seconds), sent, score
+            )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def accuracy_of(score: SizeScore) -> float | None:
+    """The accuracy to show: the mean over users where it is known."""
+    return score.accuracy if score.user_accuracy is None else score.user_accuracy
+
+
+def bytes_to_reach(
+    progress: Sequence[Milestone],
+    accuracy: float,
+    of: Callable[[SizeScore], float | None] = accuracy_of,
+) -> int | None:
+    """What had been sent at the first evaluation with at least this accuracy; None: there is none.
+
+    ``of`` says which accuracy of a score is meant, such as that of clients' own nets.
+    """
+    for milestone in progress:
+        reached = of(milestone.score)
+        if reached is not None and reached >= accuracy:
+            return milestone.bytes
+    return None

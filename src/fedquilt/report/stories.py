@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedquilt.data.population import Population
 from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.architectures import (
+    architectures,
+    client_nets,
+    distances,
+    mean_costs,
+)
 from fedquilt.evaluation.blocks import mean_weights, step_sizes
 from fedquilt.evaluation.clients import trained_shares
 from fedquilt.report.page import Story
-from fedquilt.report.records import final_scores
+from fedquilt.report.records import final_scores, milestones
 from fedquilt.runs.run import Run
 
 
@@ -24,21 +29,27 @@ def told(
     assert run.folder is not None
     about = {"method": run.about["method"], "rounds": run.setup.rounds, "seed": run.seed}
     scores = _evaluated(run.folder) or final_scores(run.folder)
+    chosen = run.state.chosen
+    budgets = {c.id: c.budget for c in population.clients} if population is not None else {}
+    clients = run.by_client(population, workers=workers) if population is not None else []
+    own = architectures(run.setup.structure, chosen, budgets)
+    nets = client_nets(run.setup, chosen, clients, budgets)
     story = Story(
         name,
         about,
         scores,
-        list(progress(run.folder)),
+        list(milestones(run.folder)),
+        clients,
         steps=step_sizes(run.setup, run.method, run.state),
         weights=mean_weights(run.setup, run.method, run.state),
+        architectures=own,
+        distances=distances(own) if own else None,
+        nets=nets,
+        mean_costs=mean_costs(nets),
     )
     if population is None:
         return story
-    return replace(
-        story,
-        clients=run.by_client(population, workers=workers),
-        shares=trained_shares(run.planned(population), run.method, run.state.chosen),
-    )
+    return replace(story, shares=trained_shares(run.planned(population), run.method, chosen))
 
 
 def _evaluated(folder: Path) -> tuple[SizeScore, ...]:
@@ -49,20 +60,3 @@ def _evaluated(folder: Path) -> tuple[SizeScore, ...]:
     fields = SizeScore.__dataclass_fields__
     rows: list[dict[str, Any]] = json.loads(path.read_text())["sizes"]
     return tuple(SizeScore(**{k: v for k, v in row.items() if k in fields}) for row in rows)
-
-
-def progress(folder: Path) -> Iterator[tuple[float, SizeScore]]:
-    """Seconds of training so far, and the largest net's score, at every evaluation."""
-    seconds, spent = 0.0, {0: 0.0}
-    timing = folder / "timing.jsonl"
-    for line in timing.read_text().splitlines() if timing.is_file() else ():
-        record = json.loads(line)
-        if record["event"] == "RoundDone":
-            seconds += record["seconds"]
-            spent[record["round"]] = seconds
-    metrics = folder / "metrics.jsonl"
-    for line in metrics.read_text().splitlines() if metrics.is_file() else ():
-        record = json.loads(line)
-        if record.get("scores"):
-            score = max((SizeScore(**s) for s in record["scores"]), key=lambda s: s.width)
-            yield spent.get(record["round"], seconds), score
