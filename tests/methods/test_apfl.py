@@ -73,8 +73,8 @@ def test_where_nobody_can_afford_the_whole_net_the_richest_do_it_or_nobody(world
     warm, *_ = method.phases(poor.setup)
     assert warm.among == (0, 2)
     with pytest.raises(BudgetError, match=r"no client can afford the whole net.*'richest'"):
-        replace(method, warm_up_by="able").start(poor.setup)
-    replace(method, warm_up_by="able").start(world.setup)
+        replace(method, warm_up_by="able").prepared(poor.setup)
+    replace(method, warm_up_by="able").prepared(world.setup)
 
 
 def test_every_phase_has_its_own_work(world, method):
@@ -141,10 +141,10 @@ def test_a_budget_that_nothing_can_meet_is_refused_before_anything_with_the_smal
 ):
     smallest = price(world.setup, world.setup.structure.subnet(0.25))
     tight = replace(world.setup.clients[2], budget=fq.Budget(params=smallest.params))
-    method.start(world.with_clients(tight).setup)
+    method.prepared(world.with_clients(tight).setup)
     tighter = replace(tight, budget=fq.Budget(params=smallest.params - 1))
     with pytest.raises(BudgetError, match=rf"client 2: .*params={smallest.params}, .*bytes="):
-        method.start(world.with_clients(world.setup.clients[0], tighter).setup)
+        method.prepared(world.with_clients(world.setup.clients[0], tighter).setup)
 
 
 @pytest.mark.parametrize(
@@ -401,3 +401,31 @@ def test_evaluation_without_test_data_of_clients_asks_everyone_about_the_servers
         (score,) = evaluate(setup, method, state, engine, held_out=True, testers=())
     assert score.num_examples == 4 * 12
     assert score.personal_accuracy is None
+
+
+def test_layers_get_as_narrow_as_the_narrowest_budget_needs(world, method):
+    def floors(*widths):
+        pairs = zip(world.setup.clients, widths, strict=False)
+        setup = world.with_clients(*(replace(c, budget=fq.Budget(w)) for c, w in pairs)).setup
+        state = at(method.start(setup), "warm-up")
+        warm = method.plan(setup, state, setup.clients)[0].recipe.smallest
+        searches = method.plan(setup, at(state, "search"), setup.clients)
+        return {warm, *(task.recipe.smallest for task in searches)}
+
+    assert floors(1.0, 0.5) == {0.25}
+    assert floors(1.0, 0.125) == {0.125}
+    method = replace(method, smallest=0.5)
+    assert floors(1.0, 0.6) == {0.5}
+
+
+def test_a_run_that_is_refused_leaves_nothing_in_the_way_of_the_next(world, method, tmp_path):
+    def go(budget):
+        people = replace(
+            world.people, clients=tuple(replace(c, budget=budget) for c in world.setup.clients)
+        )
+        setup = world.setup
+        return fq.train(setup.model, setup.example, method, people, 1, workers=0, out=tmp_path)
+
+    with pytest.raises(BudgetError, match="client 0: no architecture meets"):
+        go(fq.Budget(params=1))
+    assert go(fq.Budget(0.5)).scores

@@ -139,7 +139,8 @@ class APFL(FedPA):
     The warm-up takes ``warm_up`` of the rounds of training, besides them. It is done by the clients
     that can afford the whole net; where there are none (as in the paper's own settings) by those
     that can afford most, ``warm_up_by="richest"``, or the run is refused, ``"able"``. Training
-    starts from the initial values, or with ``inherit`` from those of the warm-up.
+    starts from the initial values, or with ``inherit`` from those of the warm-up. No layer gets
+    narrower than ``smallest`` of it: by default 0.25, or the narrowest width that is a budget.
     """
 
     subnets: None = None
@@ -147,7 +148,7 @@ class APFL(FedPA):
     warm_up_by: Literal["richest", "able"] = "richest"
     nets: int = 4
     by_group: bool = False
-    smallest: float = 0.25
+    smallest: float | None = None
     ratio: float = 0.1
     search_examples: int | None = 256
     lazy: bool = True
@@ -164,8 +165,9 @@ class APFL(FedPA):
         if self.nets < 2:
             raise ConfigError(f"a sandwich has at least the largest and smallest, got {self.nets}")
         for name in ("smallest", "ratio"):
-            if not 0 < getattr(self, name) < 1:
-                raise ConfigError(f"{name} is a fraction in (0, 1), got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise ConfigError(f"{name} is a fraction in (0, 1), got {value}")
 
     def phases(self, setup: Setup) -> tuple[Phase, ...]:
         """Figure 2."""
@@ -180,19 +182,28 @@ class APFL(FedPA):
         """Rounds of warm-up and search."""
         return round(self.warm_up * setup.rounds) + 1
 
-    def start(self, setup: Setup) -> State:
-        """Algorithm 1: w⁰; budgets that no architecture meets are refused before anything."""
-        prices = Prices(setup.model, setup.structure, setup.example, home=self.home)
-        for client in setup.clients:
+    def _smallest(self, setup: Setup) -> float:
+        return self.smallest or min(0.25, *(client.budget.width for client in setup.clients))
+
+    def prepared(self, setup: Setup) -> Setup:
+        """The user's model as it is; budgets that no architecture meets are refused."""
+        limited = [client for client in setup.clients if not client.budget.is_width_alone]
+        if limited:
+            prices = Prices(setup.model, setup.structure, setup.example, home=self.home)
+        for client in limited:
             try:
                 Limits.of(self._search(setup, client), prices, setup.structure)
             except BudgetError as problem:
                 raise BudgetError(f"client {client.id}: {problem}") from problem
-        if not _able(setup) and self.warm_up_by == "able":
+        if self.warm_up_by == "able" and not _able(setup):
             raise BudgetError(
                 "no client can afford the whole net, which the warm-up trains; let those that can "
                 "afford most go beyond their budget for it, with warm_up_by = 'richest'"
             )
+        return setup
+
+    def start(self, setup: Setup) -> State:
+        """Algorithm 1: w⁰; nobody has an architecture yet."""
         return initial(setup)
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
@@ -219,7 +230,7 @@ class APFL(FedPA):
             self.optimiser,
             lr=self.optimiser.rate(state.round, self._rounds_before(setup)),
             nets=self.nets,
-            smallest=self.smallest,
+            smallest=self._smallest(setup),
             by_group=self.by_group,
             whole=uncut(setup.structure, self.whole),
             weight=client.num_examples,
@@ -230,7 +241,7 @@ class APFL(FedPA):
         return Search(
             client.budget,
             ratio=self.ratio,
-            smallest=self.smallest,
+            smallest=self._smallest(setup),
             whole=uncut(setup.structure, self.whole),
             home=self.home,
             examples=self.search_examples,

@@ -31,7 +31,10 @@ class Method(Protocol):
         ...
 
     def prepared(self, setup: Setup) -> Setup:
-        """The setup with the net that is really trained, which may be made from the user's."""
+        """The setup with the net that is really trained, which may be made from the user's.
+
+        What cannot be done, with these clients, is refused here, before anything is written.
+        """
         ...
 
     def phases(self, setup: Setup) -> tuple[Phase, ...]:

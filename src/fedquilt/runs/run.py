@@ -286,9 +286,12 @@ def train(
     model = copy.deepcopy(model)
     found = structure or Structure.trace(model, example, exclude=exclude, blocks=blocks)
     folder = None if out is None else prepared(Path(out), resume=resume)
-    _remember_initial(model, folder, resume=resume)
+    if folder is not None and resume:
+        _restore_initial(model, folder)
     whole = Setup(model, found, example, clients.clients, rounds, seed)
     setup = method.prepared(whole)
+    if folder is not None and not resume:
+        _remember_initial(model, folder)
     make = engine or local_engine(workers)
     with closing(make(setup, clients, None if folder is None else folder / "clients")) as running:
         loop = Loop(
@@ -351,28 +354,26 @@ def _is_unfinished(name: str) -> bool:
     return name.startswith(".") and name.endswith(".part")
 
 
-def _remember_initial(model: nn.Module, folder: Path | None, *, resume: bool) -> None:
+def _restore_initial(model: nn.Module, folder: Path) -> None:
     """The first values of the model belong to the run: a resumed one starts from the same."""
-    if folder is None:
-        return
     path = folder / "initial.safetensors"
-    if resume:
-        try:
-            load(model, read_tensors(path, file_hash(path)))
-        except (KeyError, RuntimeError) as problem:
-            raise CheckpointError(
-                f"{folder} was started with another model ({problem})"
-            ) from problem
-    else:
-        part = path.with_name(".initial.part")
-        try:
-            write_tensors(part, named_tensors(model))
-            part.replace(path)
-        except OSError as problem:
-            part.unlink(missing_ok=True)
-            raise CheckpointError(
-                f"the run could not be started in {folder} ({problem}); make room"
-            ) from problem
+    try:
+        load(model, read_tensors(path, file_hash(path)))
+    except (KeyError, RuntimeError) as problem:
+        raise CheckpointError(f"{folder} was started with another model ({problem})") from problem
+
+
+def _remember_initial(model: nn.Module, folder: Path) -> None:
+    """Writes the first values of the model; from now on there is a run in the folder."""
+    path, part = folder / "initial.safetensors", folder / ".initial.part"
+    try:
+        write_tensors(part, named_tensors(model))
+        part.replace(path)
+    except OSError as problem:
+        part.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"the run could not be started in {folder} ({problem}); make room"
+        ) from problem
 
 
 def fingerprint(setup: Setup, method: Method) -> str:
