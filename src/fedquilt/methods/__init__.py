@@ -8,6 +8,8 @@ from fedquilt.methods.adversarial import fedavg_at, fedavg_oat
 from fedquilt.methods.apfl import APFL, FedPA, fed_uniform
 from fedquilt.methods.depthfl import DepthFL
 from fedquilt.methods.fedavg import FedAvg
+from fedquilt.methods.feddrop import FedDrop
+from fedquilt.methods.fedrolex import FedRolex
 from fedquilt.methods.fjord import FjORD
 from fedquilt.methods.heterofl import HeteroFL
 from fedquilt.methods.method import Method
@@ -22,6 +24,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "fedavg": FedAvg,
     "fedavg-at": fedavg_at,
     "fedavg-oat": fedavg_oat,
+    "feddrop": FedDrop,
+    "fedrolex": FedRolex,
     "feduniform": fed_uniform,
     "fjord": FjORD,
     "heterofl": HeteroFL,
@@ -37,7 +41,9 @@ __all__ = [
     "METHODS",
     "DepthFL",
     "FedAvg",
+    "FedDrop",
     "FedPA",
+    "FedRolex",
     "FjORD",
     "HeteroFL",
     "Method",
