@@ -8,6 +8,7 @@ from fedquilt.federation.average import average
 from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods import (
+    ADDS,
     APFL,
     METHODS,
     DepthFL,
@@ -42,6 +43,7 @@ from fedquilt.training.sgd import SGD
 __version__ = "0.1.0"
 
 __all__ = [
+    "ADDS",
     "APFL",
     "METHODS",
     "PGD",

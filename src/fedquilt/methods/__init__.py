@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fedquilt.methods.adds import ADDS
 from fedquilt.methods.adversarial import fedavg_at, fedavg_oat
 from fedquilt.methods.apfl import APFL, FedPA, fed_uniform
 from fedquilt.methods.depthfl import DepthFL
@@ -19,6 +20,7 @@ from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
 
 METHODS: dict[str, Callable[..., Method]] = {
+    "adds": ADDS,
     "apfl": APFL,
     "depthfl": DepthFL,
     "fedavg": FedAvg,
@@ -37,6 +39,7 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 __all__ = [
+    "ADDS",
     "APFL",
     "METHODS",
     "DepthFL",

@@ -53,7 +53,8 @@ def sizes(rows: Sequence[Row]) -> Table:
     """One line per point, with the columns that have something to say.
 
     Local and user accuracy are left out where they are no other than accuracy; upload and local
-    accuracy where robustness is shown, so that eighty columns are enough.
+    accuracy where robustness is shown, and the latter where clients have nets of their own, so that
+    eighty columns are enough.
     """
     names = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
     hidden = {
@@ -63,6 +64,8 @@ def sizes(rows: Sequence[Row]) -> Table:
     }
     if any(name in names for name in ABOUT_DIALS):
         hidden |= {"bytes", "local_accuracy"}
+    if "personal_accuracy" in names:
+        hidden.add("local_accuracy")
     names = [name for name in names if name not in hidden]
     table = Table(box=box.SIMPLE)
     for name in names:

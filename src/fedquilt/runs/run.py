@@ -119,18 +119,22 @@ class Run:
                 + (f"those are {sorted(self.state.chosen)}" if self.state.chosen else "none has")
             )
         small: Any = build(setup.model, setup.structure, subnet, self._tensors(subnet))
+        if self.method.home:
+            names = {source_name(n, setup.structure, subnet): n for n in named_tensors(small)}
+            load(small, {names[n]: t for n, t in self._kept_by(client).items() if n in names})
+        small.fedquilt_example, small.fedquilt_width = setup.example, 1.0
+        small.fedquilt_robustness = None
+        module: nn.Module = small.eval()
+        return module
+
+    def _kept_by(self, client: int) -> Mapping[str, Tensor]:
+        """What a client keeps."""
         version = self._kept().get(client)
         if self.folder is None or version is None:
             raise ConfigError(
                 f"what client {client} keeps is not here; train with out=..., on this machine"
             )
-        kept = read(KeptStates(self.folder / "clients").path(client, version))
-        names = {source_name(n, setup.structure, subnet): n for n in named_tensors(small)}
-        load(small, {names[n]: tensor for n, tensor in (kept or {}).items() if n in names})
-        small.fedquilt_example, small.fedquilt_width = setup.example, 1.0
-        small.fedquilt_robustness = None
-        module: nn.Module = small.eval()
-        return module
+        return read(KeptStates(self.folder / "clients").path(client, version)) or {}
 
     def _dial(self, robustness: float | None) -> float | None:
         """Where a model's dial is turned to; None if it has none."""

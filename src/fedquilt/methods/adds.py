@@ -1,0 +1,125 @@
+"""ADDS: clients choose the channels of their subnets by gradient, and train them at the same time.
+
+Gong, Gao, Wu, Qin. "ADDS: Adaptive Differentiable Sampling for Robust Multi-Party Learning."
+
+Symbols of the paper -> names here: w -> state.params, θ_i, I_i -> what client i sends: the tensors
+of a subnet and the subnet, which is also state.chosen[i]; A = {α^k} -> the shares of each client,
+which it keeps; ε -> softness, λ -> strength.
+
+What the paper leaves open, and what was chosen, is in docs/methods/adds.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from fedquilt.errors import ConfigError
+from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.state import Setup, State
+from fedquilt.methods.method import Rounds, merged, without_tracking
+from fedquilt.structure.subnet import Subnet
+from fedquilt.training.bilevel import Bilevel
+from fedquilt.training.descent import Optimiser
+from fedquilt.training.gating import gateable
+
+
+@dataclass(frozen=True)
+class ADDS(Rounds):
+    """Every client finds its own subnet of the whole net that it is sent.
+
+    ``share`` is where the shares of channels start, ``least`` how far they may fall, ``share_lr``
+    how fast. ``softness`` is that of the first round, and falls to ``sharpening`` of it in every
+    round. ``strength`` weighs the shares against the loss; None: each client by its own labels.
+    With ``persistent`` a client goes on from its own shares, else it starts anew in every round.
+    Batches are normalised by themselves: the subnets of a client differ from step to step.
+    """
+
+    optimiser: Optimiser = field(
+        default_factory=lambda: Optimiser(lr=0.05, epochs=3, batch_size=10, clip=None)
+    )
+    fraction: float = 0.3
+    share: float = 0.9
+    share_lr: float = 0.01
+    least: float = 0.1
+    softness: float = 1.0
+    sharpening: float = 0.98
+    strength: float | None = None
+    validation: float = 0.1
+    persistent: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuses settings that make no sense."""
+        if not 0 < self.least <= self.share <= 1:
+            raise ConfigError(
+                "shares start within [least, 1], and least is above 0, got share "
+                f"{self.share} and least {self.least}"
+            )
+        if not (self.softness > 0 and 0 < self.sharpening <= 1):
+            raise ConfigError(
+                "softness is above 0 and sharpening in (0, 1], got "
+                f"{self.softness} and {self.sharpening}"
+            )
+        if not 0 < self.validation < 1:
+            raise ConfigError(f"validation is a part of the data, got {self.validation}")
+
+    def prepared(self, setup: Setup) -> Setup:
+        """The model without running statistics; refused if no channel can be sampled."""
+        setup = without_tracking(setup)
+        if not _sampled(setup):
+            raise ConfigError(
+                "no channels of this model can be sampled; ADDS needs linear layers or "
+                "convolutions between which channels can be left out"
+            )
+        return setup
+
+    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+        """Algorithm 1, line 3: the supernet for every client."""
+        recipe = Bilevel(
+            self.optimiser,
+            lr=self.optimiser.rate(state.round, setup.rounds),
+            groups=_sampled(setup),
+            share=self.share,
+            share_lr=self.share_lr,
+            least=self.least,
+            softness=self.softness * self.sharpening**state.round,
+            strength=self.strength,
+            validation=self.validation,
+            persistent=self.persistent,
+        )
+        return [
+            Task(
+                client.id,
+                (Subnet(),),
+                state.params,
+                recipe,
+                seed_of(setup.seed, state.round, client.id),
+            )
+            for client in cohort
+        ]
+
+    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+        """Lines 5-7, Eq. 19: each cell is averaged over the clients that sent it."""
+        chosen = dict(state.chosen)
+
+        def noted() -> Iterator[Update]:
+            for update in updates:
+                chosen[update.client] = update.subnets[0].shape
+                yield update
+
+        return replace(merged(setup, state, noted()), chosen=chosen)
+
+    def sizes(self, setup: Setup) -> tuple[float, ...]:
+        """The whole model."""
+        return (1.0,)
+
+    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
+        """The leading channels."""
+        return (setup.structure.subnet(width),)
+
+
+@lru_cache(maxsize=16)
+def _sampled(setup: Setup) -> tuple[str, ...]:
+    """The groups whose channels are sampled."""
+    return gateable(setup.model, setup.structure, setup.example)

@@ -1,0 +1,193 @@
+"""Training weights and architecture in turn, by gradient (ADDS, Algorithm 1, lines 10-17).
+
+Symbols of the paper -> names here: A = {α^k} -> shares, w, θ -> the module's weights, I -> the
+subnet, λ -> weight of the regulariser, ε -> softness, b -> importance, ω -> gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedquilt.data import ClientData
+from fedquilt.federation.client import Task, Update, seed_of
+from fedquilt.structure.groups import Structure, following, leading
+from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.trace import named_tensors
+from fedquilt.training.descent import Descent, Optimiser
+from fedquilt.training.gating import Gated, gated
+from fedquilt.training.losses import cross_entropy
+from fedquilt.training.recipe import Workbench
+from fedquilt.training.sampling import divergence, gates
+from fedquilt.training.sgd import batches
+
+SHARES = "shares"  # under this name a client keeps its architecture
+
+
+@dataclass(frozen=True)
+class Bilevel:
+    """The recipe: in turn a step of the shares on validation data and one of the weights.
+
+    Every step draws a subnet. Shares of channels are trained for ``groups``, one each, within
+    [``least``, 1]; others are whole. In the end the most important channels are the subnet that
+    goes back, and its channels are the index map. ``validation`` is the part of the client's
+    training data, drawn anew each time, that the shares are trained on. ``strength`` is λ; None:
+    the divergence of the client's labels from uniform, plus 0.5. With ``persistent`` the shares are
+    kept by the client from round to round.
+    """
+
+    optimiser: Optimiser
+    lr: float
+    groups: tuple[str, ...]
+    share: float = 1.0
+    share_lr: float = 0.01
+    least: float = 0.1
+    softness: float = 1.0
+    strength: float | None = None
+    validation: float = 0.1
+    persistent: bool = True
+    weight: float = 1.0
+
+    def run(self, task: Task, bench: Workbench) -> Update:
+        """Trains, and sends what was found to matter."""
+        (whole,) = task.subnets
+        data = bench.examples("train", task.client)
+        module = bench.module(whole, task.params).train()
+        kept = (bench.kept or {}).get(SHARES) if self.persistent else None
+        shares = torch.full((len(self.groups),), self.share) if kept is None else kept.clone()
+        with gated(module, bench.structure, self.groups) as gates:
+            local = _Local(self, module, bench.structure, gates, shares)
+            loss, examples = local.train(data, task.seed, bench)
+            subnet = local.subnet()
+        if self.persistent:
+            bench.to_keep = {**(bench.kept or {}), SHARES: shares}
+        metrics = {"loss": loss, "examples": examples, "share": float(shares.mean())}
+        sent = Subnet(subnet.kept, without=whole.without)
+        return Update(
+            task.client, (sent,), (bench.tensors(module, sent, whole),), self.weight, metrics
+        )
+
+    def penalty(self, data: ClientData, num_classes: int) -> float:
+        """λ: as given, or by how far the client's labels are from uniform (Sec. 4.1.4)."""
+        if self.strength is not None:
+            return self.strength
+        counts = np.bincount(np.asarray(data.labels).reshape(-1), minlength=num_classes)
+        return divergence(counts) + 0.5
+
+
+class _Local:
+    """One client's weights and shares."""
+
+    def __init__(
+        self,
+        settings: Bilevel,
+        module: nn.Module,
+        structure: Structure,
+        gates: Gated,
+        shares: Tensor,
+    ) -> None:
+        self._settings, self._module, self._structure = settings, module, structure
+        self._gates, self._shares = gates, shares
+        self._norms = norms(module, structure, settings.groups)
+        gates.wants_activity = frozenset(g for g in settings.groups if not self._norms[g])
+        self._descent = Descent(module.parameters(), settings.optimiser, settings.lr)
+
+    def train(self, data: ClientData, seed: int, bench: Workbench) -> tuple[float, int]:
+        """Epochs of both steps in turn; the mean loss of the last, and the examples trained on."""
+        settings, optimiser = self._settings, self._settings.optimiser
+        torch.default_generator.manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.Generator().manual_seed(seed_of(seed, 1))
+        held_back, rest = self._parted(len(data), torch.Generator().manual_seed(seed_of(seed, 2)))
+        classes = self._structure.classes
+        num_classes = self._structure.groups[classes].size if classes else 1
+        strength = settings.penalty(data, num_classes)
+        total = torch.zeros(())
+        for epoch in range(optimiser.epochs):
+            total, count = torch.zeros(()), 0
+            checks = self._endless(held_back, generator)
+            for rows in batches(len(rest), optimiser.batch_size, generator):
+                self._move_shares(data, next(checks), strength, noise)
+                x, y = data.batch(rest[rows], generator)
+                total += self._move_weights(x, y, noise) * len(rows)
+                count += len(rows)
+                bench.tell((epoch + count / len(rest)) / optimiser.epochs)
+            total = total / count
+        return float(total), len(rest)
+
+    def _parted(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Rows to train the shares on, at least two, and rows to train the weights on."""
+        order = torch.randperm(count, generator=generator)
+        held_back = max(min(2, count - 1), round(self._settings.validation * count))
+        return order[:held_back], order[held_back:]
+
+    def _endless(self, rows: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
+        while True:
+            for some in batches(len(rows), self._settings.optimiser.batch_size, generator):
+                yield rows[some]
+
+    def _move_shares(
+        self, data: ClientData, rows: Tensor, strength: float, noise: torch.Generator
+    ) -> None:
+        """Line 13: A descends on L_val (Eqs. 5, 6, 9), the weights as they are."""
+        shares = self._shares.clone().requires_grad_()
+        self._draw(shares, noise)
+        x, y = data.batch(rows)
+        loss = cross_entropy(self._module(x), y) + strength * (shares**2).sum()
+        (gradient,) = torch.autograd.grad(loss, [shares])
+        self._shares -= self._settings.share_lr * gradient
+        self._shares.clamp_(self._settings.least, 1.0)
+
+    def _move_weights(self, x: Tensor, y: Tensor, noise: torch.Generator) -> Tensor:
+        """Line 14: w descends on L_train, through a subnet that is drawn."""
+        with torch.no_grad():
+            self._draw(self._shares, noise)
+        loss = cross_entropy(self._module(x), y)
+        self._descent.step(loss)
+        return loss.detach()
+
+    def _draw(self, shares: Tensor, noise: torch.Generator) -> None:
+        """Gates of every group; at least the most important channel stays open."""
+        drawn = {}
+        for number, group in enumerate(self._settings.groups):
+            importance = self._importance(group)
+            uniform = torch.rand(len(importance), generator=noise, dtype=torch.float64)
+            uniform[importance.argmax()] = 0.0
+            drawn[group] = gates(shares[number], importance, self._settings.softness, uniform)
+        self._gates.values = drawn
+
+    def _importance(self, group: str) -> Tensor:
+        """b: the scales of normalisation, or else the activations of the last batch."""
+        if self._norms[group]:
+            return torch.stack([w.detach().abs() for w in self._norms[group]]).mean(0)
+        size = self._structure.groups[group].size
+        return self._gates.activity.get(group, torch.zeros(size))
+
+    def subnet(self) -> Subnet:
+        """Line 16: the top ⌈α C⌉ channels of each group."""
+        found = {}
+        for share, group in zip(self._shares.tolist(), self._settings.groups, strict=True):
+            count = leading(self._structure.groups[group].size, share)
+            order = self._importance(group).argsort(descending=True, stable=True)
+            found[group] = order[:count].tolist()
+        return Subnet.of(
+            {g: c for g, c in found.items() if len(c) < self._structure.groups[g].size}
+        )
+
+
+def norms(
+    module: nn.Module, structure: Structure, groups: tuple[str, ...]
+) -> Mapping[str, list[Tensor]]:
+    """The scales of batch normalisation of each group's channels."""
+    tensors = named_tensors(module)
+    scales = {
+        name
+        for path, layer in module.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.weight is not None
+        for name in (f"{path}.weight" if path else "weight",)
+    }
+    return {g: [tensors[n] for n in following(structure)[g] if n in scales] for g in groups}

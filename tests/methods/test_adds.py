@@ -1,0 +1,129 @@
+"""ADDS: clients decide which part of the model they train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fedquilt as fq
+from fedquilt.errors import ConfigError
+from fedquilt.federation.state import Setup
+from fedquilt.runs.loop import num_bytes
+
+
+@pytest.fixture
+def method(optimiser):
+    return fq.ADDS(optimiser, fraction=1.0, share=0.6, share_lr=0.05)
+
+
+def test_the_whole_net_goes_down_and_only_the_chosen_part_comes_back(world, method, traffic):
+    world = world.prepared(method)
+    tasks = method.plan(world.setup, world.start(method), world.setup.clients)
+    whole = num_bytes(world.setup, fq.Subnet())
+    for task, update in zip(tasks, world.done(tasks), strict=True):
+        down, up = traffic(world, task, update)
+        assert down == whole
+        assert up == num_bytes(world.setup, update.subnets[0]) < whole
+
+
+def test_cells_are_averaged_over_those_that_sent_them_each_counting_once(world, method):
+    """Eq. 19."""
+    world = world.prepared(method)
+    state = world.start(method)
+    updates = world.done(method.plan(world.setup, state, world.setup.clients))
+    after = method.merge(world.setup, state, updates)
+    name, old = "features.0.weight", state.params["features.0.weight"]
+    sums, counts = torch.zeros_like(old), torch.zeros(8, 1, 1, 1)
+    for update in updates:
+        rows = update.subnets[0].channels("features.0")
+        rows = torch.arange(8) if rows is None else rows
+        sums[rows] += update.params[0][name]
+        counts[rows] += 1
+    expected = torch.where(counts > 0, sums / counts.clamp(min=1), old)
+    torch.testing.assert_close(after.params[name], expected)
+    assert {c: s for c, s in after.chosen.items()} == {
+        u.client: u.subnets[0].shape for u in updates
+    }
+
+
+def test_the_choices_of_clients_that_were_not_asked_stay(world, method):
+    world = world.prepared(method)
+    state = world.round(method, world.start(method))
+    tasks = method.plan(world.setup, replace(state, round=1), world.setup.clients[:1])
+    after = method.merge(world.setup, state, world.done(tasks))
+    assert sorted(after.chosen) == [0, 1, 2, 3]
+    assert {c: after.chosen[c] for c in (1, 2, 3)} == {c: state.chosen[c] for c in (1, 2, 3)}
+
+
+def test_sampling_gets_harder_from_round_to_round(world, optimiser):
+    method = fq.ADDS(optimiser, softness=2.0, sharpening=0.5)
+    world = world.prepared(method)
+    state = world.start(method)
+    recipes = [
+        method.plan(world.setup, replace(state, round=r), world.setup.clients)[0].recipe
+        for r in (0, 1, 3)
+    ]
+    assert [recipe.softness for recipe in recipes] == [2.0, 1.0, 0.25]
+    assert all(recipe.groups == ("features.0", "features.3") for recipe in recipes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"share": 0.05}, "got share 0.05 and least 0.1"),
+        ({"share": 1.1}, "got share 1.1"),
+        ({"least": 0.0}, "least 0.0"),
+        ({"softness": 0.0}, "got 0.0 and 0.98"),
+        ({"sharpening": 1.5}, "got 1.0 and 1.5"),
+        ({"validation": 1.0}, "got 1.0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        fq.ADDS(**settings)
+
+
+class Recurrent(nn.Module):
+    """Its only channels are those of a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 6, batch_first=True)
+        self.classifier = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.classifier(self.lstm(x)[0][:, -1])
+
+
+def test_a_model_without_channels_to_sample_is_refused(world, method):
+    net, example = Recurrent(), torch.zeros(2, 3, 5)
+    setup = Setup(net, fq.Structure.trace(net, example), example, world.setup.clients, 1, 0)
+    with pytest.raises(ConfigError, match="no channels of this model can be sampled"):
+        method.prepared(setup)
+
+
+def test_a_run_ends_with_one_model_and_a_net_for_every_client(world, method, tmp_path):
+    run = fq.train(
+        world.setup.model,
+        world.setup.example,
+        method,
+        world.people,
+        2,
+        seed=3,
+        workers=0,
+        out=tmp_path / "run",
+    )
+    (score,) = run.scores
+    assert score.width == 1.0
+    accuracies = []
+    for client in range(4):
+        small = run.customize(client=client)
+        kept = run.state.chosen[client].count("features.0") or 8
+        assert small.features[0].out_channels == kept
+        x, y = world.people.test[client].batch(torch.arange(5))
+        with torch.no_grad():
+            accuracies.append(float((small(x).argmax(-1) == y).float().mean()))
+    assert score.personal_accuracy == pytest.approx(sum(accuracies) / 4)

@@ -1,0 +1,187 @@
+"""Weights and shares of channels, trained in turn (ADDS, Algorithm 1)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedquilt as fq
+from fedquilt.data.examples import as_examples
+from fedquilt.federation.client import Task, seed_of
+from fedquilt.structure.trace import named_tensors
+from fedquilt.training.bilevel import SHARES, Bilevel
+from fedquilt.training.recipe import Workbench
+from fedquilt.training.sampling import divergence, rates
+
+SETTINGS = fq.Optimiser(lr=0.1, momentum=0.0, weight_decay=0.0, epochs=1, batch_size=30, clip=None)
+EXAMPLE = torch.zeros(2, 1, 4, 4)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 6, 3)
+        self.norm = nn.BatchNorm2d(6, track_running_stats=False)
+        self.hidden = nn.Linear(24, 8)
+        self.classifier = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)).relu().flatten(1)
+        return self.classifier(self.hidden(x).relu())
+
+
+@pytest.fixture(scope="module")
+def traced():
+    torch.manual_seed(0)
+    net = Net()
+    with torch.no_grad():
+        net.norm.weight.copy_(torch.tensor([0.5, 2.0, -3.0, 0.1, 1.0, 0.7]))
+    return net, fq.Structure.trace(net, EXAMPLE)
+
+
+@pytest.fixture
+def bench(traced):
+    net, structure = traced
+    generator = torch.Generator().manual_seed(1)
+    y = torch.arange(30) % 3
+    x = torch.randn(30, 1, 4, 4, generator=generator) + y.view(-1, 1, 1, 1)
+    return Workbench(net, structure, {"train": {0: as_examples((x, y))}})
+
+
+def recipe(**changes):
+    return replace(Bilevel(SETTINGS, 0.1, groups=("conv", "hidden"), share=0.8), **changes)
+
+
+def done(bench, recipe, seed=5):
+    task = Task(0, (fq.Subnet(),), named_tensors(bench.model), recipe, seed)
+    bench.to_keep = None
+    return recipe.run(task, bench), bench.to_keep
+
+
+def parted(count, seed, validation=0.1):
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed_of(seed, 2)))
+    held = max(2, round(validation * count))
+    return order[:held], order[held:]
+
+
+def test_one_step_of_shares_goes_down_the_gradient_of_eq_18(bench, traced):
+    """Against the forward pass written out, with gates as numbers."""
+    net, _ = traced
+    update, kept = done(bench, recipe(share_lr=0.05, strength=0.3))
+    held, _ = parted(30, 5)
+    x, y = bench.examples("train", 0).batch(held)
+    noise = torch.Generator().manual_seed(seed_of(5, 1))
+    importances = {"conv": net.norm.weight.detach().abs(), "hidden": torch.zeros(8)}
+    gates = {}
+    for group, importance in importances.items():
+        uniform = torch.rand(len(importance), generator=noise, dtype=torch.float64)
+        uniform[importance.argmax()] = 0
+        gates[group] = (uniform < rates(importance, 0.8, 1.0)).float().requires_grad_()
+    inner = net.norm(net.conv(x)).relu() * gates["conv"].view(-1, 1, 1)
+    hidden = net.hidden(inner.flatten(1)).relu() * gates["hidden"]
+    loss = nn.functional.cross_entropy(net.classifier(hidden), y)
+    slopes = torch.autograd.grad(loss, list(gates.values()))
+    expected = []
+    for (_group, importance), slope in zip(importances.items(), slopes, strict=True):
+        p = rates(importance, 0.8, 1.0)
+        spread = p * (1 - p)
+        implicit = len(p) * float((slope.double() * spread).sum() / spread.sum())
+        expected.append(0.8 - 0.05 * (implicit + 2 * 0.3 * 0.8))
+    torch.testing.assert_close(kept[SHARES], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    assert update.metrics["share"] == pytest.approx(sum(expected) / 2, rel=1e-4)
+
+
+def test_what_goes_back_are_the_most_important_channels_and_nothing_else(bench, traced):
+    _, structure = traced
+    update, _ = done(bench, recipe(share=0.5, share_lr=0.0))
+    (subnet,), (tensors,) = update.subnets, update.params
+    assert subnet.channels("conv").tolist() == [1, 2, 4]  # the largest |γ|, before and after
+    assert structure.kept(subnet, "hidden") == 4
+    assert tensors["conv.weight"].shape == (3, 1, 3, 3)
+    assert tensors["hidden.weight"].shape == (4, 12)
+    assert tensors["classifier.weight"].shape == (3, 4)
+    assert structure.kept(done(bench, recipe(share=0.51, share_lr=0.0))[0].subnets[0], "conv") == 4
+
+
+def test_shares_learn_from_validation_data_and_weights_from_the_rest(bench, traced):
+    net, structure = traced
+    still = replace(SETTINGS, lr=0.0)
+    data = bench.examples("train", 0)
+
+    def spoiled(rows):
+        x, y = data.batch(torch.arange(30))
+        x = x.clone()
+        x[rows, :, 0] += 3.0  # not everywhere: normalisation would take that away
+        return Workbench(net, structure, {"train": {0: as_examples((x, y))}})
+
+    held, rest = parted(30, 5)
+    held_ones = Workbench(net, structure, {"train": {0: data}})
+    shares = {
+        name: done(b, recipe(optimiser=still, lr=0.0))[1][SHARES]
+        for name, b in (("as is", held_ones), ("held", spoiled(held)), ("rest", spoiled(rest)))
+    }
+    assert torch.equal(shares["as is"], shares["rest"])
+    assert not torch.equal(shares["as is"], shares["held"])
+    weights = {
+        name: done(b, recipe(share=1.0, share_lr=0.0))[0].params[0]["classifier.weight"]
+        for name, b in (("as is", held_ones), ("held", spoiled(held)), ("rest", spoiled(rest)))
+    }
+    assert torch.equal(weights["as is"], weights["held"])
+    assert not torch.equal(weights["as is"], weights["rest"])
+
+
+def test_with_all_shares_at_one_the_weights_are_those_of_plain_training(bench, traced):
+    net, structure = traced
+    update, _ = done(bench, recipe(share=1.0, share_lr=0.0))
+    _, rest = parted(30, 5)
+    data = bench.examples("train", 0).select(rest.numpy())
+    plain = fq.SGD(SETTINGS, 0.1)
+    task = Task(0, (fq.Subnet(),), named_tensors(net), plain, 5)
+    # one batch of everything, so that the order of rows does not matter
+    expected = plain.run(task, Workbench(net, structure, {"train": {0: data}})).params[0]
+    assert update.subnets == (fq.Subnet(),)
+    for name, tensor in update.params[0].items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_client_goes_on_from_its_own_shares_or_starts_anew(bench):
+    bench.kept = {SHARES: torch.tensor([0.4, 0.9]), "other": torch.ones(1)}
+    update, kept = done(bench, recipe(share_lr=0.0))
+    assert kept[SHARES].tolist() == pytest.approx([0.4, 0.9])
+    assert kept["other"].equal(torch.ones(1))
+    assert update.metrics["share"] == pytest.approx(0.65)
+    update, kept = done(bench, recipe(share_lr=0.0, persistent=False))
+    assert kept is None
+    assert update.metrics["share"] == pytest.approx(0.8)
+
+
+def test_shares_stay_within_their_limits(bench):
+    low = done(bench, recipe(share_lr=1.0, strength=50.0, least=0.25))[1][SHARES]
+    assert low.tolist() == [0.25, 0.25]
+    high = done(bench, recipe(share_lr=1.0, strength=-50.0))[1][SHARES]
+    assert high.tolist() == [1.0, 1.0]
+
+
+def test_the_weight_of_the_shares_follows_the_labels(bench):
+    data = bench.examples("train", 0)
+    assert recipe().penalty(data, 3) == pytest.approx(0.5)
+    assert recipe(strength=0.2).penalty(data, 3) == 0.2
+    skewed = data.select(np.array([0, 3, 6, 9, 1]))  # labels 0 0 0 0 1
+    assert recipe().penalty(skewed, 3) == pytest.approx(0.5 + divergence(np.array([4, 1, 0])))
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(bench):
+    one, two, other = (done(bench, recipe(), seed=s)[0] for s in (5, 5, 6))
+    assert one.subnets == two.subnets
+    assert all(one.params[0][n].equal(two.params[0][n]) for n in one.params[0])
+    assert one.metrics == two.metrics != other.metrics
+
+
+def test_modules_are_left_without_gates(bench):
+    done(bench, recipe())
+    module = bench.module(fq.Subnet(), named_tensors(bench.model))
+    assert not any(layer._forward_pre_hooks for layer in list(module.modules())[1:])
