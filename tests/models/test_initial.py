@@ -60,10 +60,18 @@ def test_constructors_draw_every_layer_once_in_its_place_and_nothing_else(name):
                 layer.in_channels, layer.out_channels, kernel, groups=layer.groups, bias=bias
             )
         elif isinstance(layer, nn.Linear):
-            twin = nn.Linear(layer.in_features, layer.out_features)
+            twin = type(layer)(layer.in_features, layer.out_features)
+        elif isinstance(layer, nn.Embedding):
+            twin = nn.Embedding(layer.num_embeddings, layer.embedding_dim)
+        elif isinstance(layer, nn.LSTM):
+            sizes, both = (layer.input_size, layer.hidden_size), layer.bidirectional
+            twin = nn.LSTM(*sizes, num_layers=layer.num_layers, bidirectional=both)
         else:
             continue
-        assert torch.equal(layer.weight, twin.weight)
+        weights = {n: p for n, p in twin.named_parameters() if p.ndim > 1}
+        assert weights
+        for n, weight in weights.items():
+            assert torch.equal(layer.get_parameter(n), weight), n
     for own in net.parameters(recurse=False):  # a ViT's class token and positions come last
         twin = nn.init.trunc_normal_(torch.empty_like(own), std=0.02)
         assert torch.equal(own, twin)
@@ -75,6 +83,9 @@ def test_biases_of_linear_layers_start_at_zero_in_heterofls_nets_only(name):
     net = small(name)
     net.reset_parameters()
     biases = [m.bias for m in net.modules() if isinstance(m, nn.Linear)]
-    is_heterofl = type(net).__module__ == "fedquilt.models.heterofl"
+    is_heterofl = type(net).__module__ in (
+        "fedquilt.models.heterofl",
+        "fedquilt.models.transformer",
+    )
     assert biases
     assert all((bias == 0).all().item() == is_heterofl for bias in biases)

@@ -12,11 +12,13 @@ from typing import Any
 from torch import nn
 
 from fedquilt.errors import ConfigError, unknown
+from fedquilt.models.adds import VGG, MobileNet, TextLSTM
 from fedquilt.models.apfl import MobileNetV2
 from fedquilt.models.heterofl import CNN, PreResNet
 from fedquilt.models.mlp import MLP
 from fedquilt.models.nefl import BasicBlock, ResNet, ViT, WideBottleneck
 from fedquilt.models.splitmix import AlexNetBN, DigitsCNN
+from fedquilt.models.transformer import MaskedTransformer
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": MLP,
@@ -34,6 +36,11 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "vit-b16": ViT,
     "vit-small": partial(ViT, image_size=32, patch_size=4, dim=192, depth=6, heads=3, mlp_dim=768),
     "mobilenetv2": MobileNetV2,
+    "adds-vgg": VGG,
+    "adds-mobilenet": MobileNet,
+    "char-lstm": TextLSTM,
+    "sentiment-lstm": partial(TextLSTM, num_classes=2, vocabulary=10_000, embedding=300),
+    "heterofl-transformer": MaskedTransformer,
 }
 
 
