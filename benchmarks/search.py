@@ -41,9 +41,10 @@ def main() -> None:
     """Prints both searches, or how their cost grows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", default="fashion-mnist")
-    parser.add_argument("--images", type=int, default=512, help="of the client")
+    parser.add_argument("--images", type=int, default=256, help="of the client")
+    parser.add_argument("--warm", type=int, default=6000, help="images that the net is trained on")
     parser.add_argument("--multiplier", type=float, default=0.35)
-    parser.add_argument("--budget", type=float, default=0.7, help="a width")
+    parser.add_argument("--budget", type=float, default=0.8, help="a width")
     parser.add_argument("--growth", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -56,7 +57,8 @@ def main() -> None:
     test = source.test.select(torch.arange(2000).numpy())
     channels = client.inputs.shape[1] if client.inputs.ndim == 4 else 1
     net = MobileNetV2(in_channels=channels, multiplier=options.multiplier, stem_stride=2)
-    rows = _compared(net, client, test, Budget(options.budget), whole=("head.0",))
+    warm = source.train.select(torch.randperm(len(source.train))[: options.warm].numpy())
+    rows = _compared(net, client, test, Budget(options.budget), warm, whole=("head.0",), epochs=6)
     for name, (seconds, evaluations, subnet, accuracies) in rows.items():
         own, other = accuracies
         print(
@@ -74,16 +76,17 @@ def _compared(
     client: ClientData,
     test: ClientData,
     budget: Budget,
+    warm: ClientData,
     *,
     whole: tuple[str, ...] = (),
-    epochs: int = 5,
+    epochs: int = 2,
 ) -> dict[str, Row]:
     """Both searches on one trained super-network."""
     example = client.batch(torch.arange(2))[0]
     structure = Structure.trace(net, example)
     bench = Workbench(net, structure, {"train": {0: client}})
     search = Search(budget, whole=whole)
-    params = _warm(bench, epochs, whole)
+    params = _warm(Workbench(net, structure, {"train": {0: warm}}), epochs, whole)
     limits = Limits.of(search, Prices(net, structure, example[:1]), structure)
     rows: dict[str, Row] = {}
     started = time.perf_counter()
@@ -186,7 +189,8 @@ def _growth() -> None:
         for value in values:
             at = {**usual, name: value}
             data = _drawn(int(at["images"]))
-            rows = _compared(_Stack(int(at["layers"])), data, data, Budget(at["budget"]), epochs=2)
+            net = _Stack(int(at["layers"]))
+            rows = _compared(net, data, data, Budget(at["budget"]), _drawn(1024))
             ours, plain = rows["ours"], rows["greedy"]
             print(
                 f"{name} = {value:<4} ours {ours[0]:6.2f} s, {ours[1]:5.0f} evaluations; "

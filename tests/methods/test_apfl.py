@@ -429,3 +429,13 @@ def test_a_run_that_is_refused_leaves_nothing_in_the_way_of_the_next(world, meth
     with pytest.raises(BudgetError, match="client 0: no architecture meets"):
         go(fq.Budget(params=1))
     assert go(fq.Budget(0.5)).scores
+
+
+def test_the_global_model_may_be_what_several_clients_hold(world, optimiser):
+    structure = world.setup.structure
+    subnets = tuple(structure.subnet({"features.0": w}) for w in (1.0, 0.75, 0.5, 0.25))
+    for holders, count in ((1, 8), (2, 6), (3, 4), (4, 2), (9, 2)):
+        method = fq.FedPA(optimiser, subnets=subnets, holders=holders)
+        (held,) = method.mix(world.setup, method.start(world.setup), 1.0)
+        assert structure.kept(held, "features.0") == count
+        assert structure.kept(held, "features.3") == 4

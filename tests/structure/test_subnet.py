@@ -185,3 +185,48 @@ def test_loading_writes_the_given_tensors_and_no_others(cnn, structure):
     load(small, {"0.bias": torch.arange(4.0)})
     assert small[0].bias.tolist() == [0, 1, 2, 3]
     assert torch.equal(small[4].bias, cnn[4].bias[:6])
+
+
+GROUPS, SIZE, BLOCKS = "abc", 6, "xyz"
+parts = st.builds(
+    lambda kept, skipped: Subnet.of(kept).skipping(*skipped),
+    st.dictionaries(st.sampled_from(GROUPS), st.sets(st.integers(0, SIZE - 1), min_size=1)),
+    st.sets(st.sampled_from(BLOCKS)),
+)
+
+
+def channels_of(subnet: Subnet, group: str) -> set[int]:
+    listed = subnet.channels(group)
+    return set(range(SIZE)) if listed is None else set(listed.tolist())
+
+
+@given(subnet=parts, others=st.lists(parts, min_size=1, max_size=4), data=st.data())
+def test_within_others_a_subnet_has_what_it_has_and_enough_of_them_have(subnet, others, data):
+    holders = data.draw(st.integers(1, len(others)))
+    found = subnet.within(*others, holders=holders)
+    for group in GROUPS:
+        held = {
+            channel
+            for channel in channels_of(subnet, group)
+            if sum(channel in channels_of(other, group) for other in others) >= holders
+        }
+        assert channels_of(found, group) == held
+    for block in BLOCKS:
+        count = sum(block not in other.skipped for other in others)
+        assert (block not in found.skipped) == (block not in subnet.skipped and count >= holders)
+    assert found == subnet.within(*reversed(others), holders=holders)
+    assert holders > 1 or found == subnet.within(*others)
+
+
+def test_within_narrow_and_wide_nets_the_widest_of_each_group_stays():
+    narrow = Subnet.of({"a": range(2), "b": range(5)}).skipping("x", "y")
+    wide = Subnet.of({"a": range(3)}).skipping("y")
+    assert Subnet().within(narrow, wide) == wide
+    assert Subnet.of({"c": range(4)}).within(narrow, wide) == wide.keeping("c", range(4))
+    assert Subnet.of({"a": [0]}).within(narrow, wide) == Subnet.of({"a": [0]}).skipping("y")
+
+
+def test_within_others_what_is_left_out_and_owned_stays():
+    subnet = Subnet.of({"a": range(4)}).leaving("*.bias").owning("half", STATISTICS)
+    found = subnet.within(Subnet.of({"a": [1, 5]}).leaving("*"), Subnet.of({"a": [2]}))
+    assert found == subnet.keeping("a", [1, 2])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedquilt.data.examples import as_examples
 from fedquilt.federation.average import average
 from fedquilt.federation.client import Task
 from fedquilt.structure.cut import build, take
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.sgd import batches
-from fedquilt.training.statistics import Statistics, untracked
+from fedquilt.training.statistics import ENOUGH, Statistics, calibrate, untracked
 
 
 def queried(structure, bench, params, widths, batch_size=4):
@@ -129,3 +131,58 @@ def test_an_untracked_copy_normalises_every_batch_by_itself(net, data):
         assert not bare(x[:4]).allclose(bare(x)[:4])  # it depends on the company
     plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     assert untracked(plain).state_dict().keys() == plain.state_dict().keys()
+
+
+def small_net(rate: float = 0.5) -> nn.Module:
+    """Two normalised layers with dropout between them, which is as in use."""
+    torch.manual_seed(1)
+    first = [nn.Linear(3, 5), nn.BatchNorm1d(5, momentum=0.3), nn.ReLU(), nn.Dropout(rate)]
+    net = nn.Sequential(*first, nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    with torch.no_grad():
+        for tensor in net.parameters():
+            tensor.add_(0.1 * torch.randn(tensor.shape))
+    return net
+
+
+def one_pass(net: nn.Module, batches: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """In NumPy: the mean over batches of their means and (unbiased) variances, layer by layer."""
+    p = {n: t.detach().double().numpy() for n, t in net.named_parameters()}
+    seen: dict[str, list[np.ndarray]] = {n: [] for n in ("1.mean", "1.var", "5.mean", "5.var")}
+    for x in batches:
+        for linear, norm in (("0", "1"), ("4", "5")):
+            x = x @ p[f"{linear}.weight"].T + p[f"{linear}.bias"]
+            seen[f"{norm}.mean"].append(x.mean(0))
+            seen[f"{norm}.var"].append(x.var(0, ddof=1))
+            x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
+            x = np.maximum(x * p[f"{norm}.weight"] + p[f"{norm}.bias"], 0)
+    return {n.replace(".", ".running_"): np.mean(each, 0) for n, each in seen.items()}
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(30, 128), (30, 8), (2, 4), (ENOUGH + 200, 128)])
+def test_calibrated_statistics_are_those_of_one_pass_over_the_data(count, batch_size):
+    data = as_examples((3 * torch.randn(count, 3) + 1, torch.zeros(count, dtype=torch.int64)))
+    net = small_net()
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(7))[:ENOUGH]
+    parts = -(-len(order) // batch_size)
+    rows = np.array_split(order.numpy(), parts)
+    expected = one_pass(net, [data.inputs.double().numpy()[some] for some in rows])
+    calibrate(net, data, seed=7, batch_size=batch_size)
+    found = dict(net.named_buffers())
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name].numpy(), value, rtol=1e-4, atol=1e-5)
+    assert found["1.num_batches_tracked"] == parts
+
+
+def test_calibration_forgets_what_was_known_and_leaves_all_else():
+    data = as_examples((torch.randn(20, 3), torch.zeros(20, dtype=torch.int64)))
+    net, other = small_net(), small_net()
+    with torch.no_grad():
+        for name, buffer in other.named_buffers():
+            buffer.fill_(5 if "tracked" in name else 0.7)
+    weights = {n: t.detach().clone() for n, t in net.named_parameters()}
+    for some in (net, other.train()):
+        calibrate(some, data, seed=3)
+    assert all(t.equal(net.state_dict()[n]) for n, t in other.state_dict().items())
+    assert all(t.equal(weights[n]) and t.grad is None for n, t in net.named_parameters())
+    assert [net[1].momentum, net[5].momentum] == [0.3, 0.1]
+    assert not any(m.training for m in (*net.modules(), *other.modules()))

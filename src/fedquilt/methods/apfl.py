@@ -43,12 +43,14 @@ class FedPA(Rounds):
     ``subnets`` are the clients', in their order. Without them each has the widest uniform net that
     its budget allows, which is the paper's baseline FedUniform. Groups that ``whole`` names, by
     patterns, are cut in none (the paper: the inputs of the classifier). Statistics of batch
-    normalisation never leave a client.
+    normalisation never leave a client. The global model has the channels that at least ``holders``
+    clients have.
     """
 
     optimiser: Optimiser = field(default_factory=lambda: OPTIMISER)
     fraction: float = 1.0
     whole: tuple[str, ...] = ()
+    holders: int = 1
     subnets: tuple[Subnet, ...] | None = None
     home = HOME
 
@@ -99,14 +101,17 @@ class FedPA(Rounds):
         return (1.0,)
 
     def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
-        """That part of the super-network, at a width, which some client holds.
+        """That part of the super-network, at a width, which some clients hold.
 
         Channels that no architecture has were never trained.
         """
         fixed = uncut(setup.structure, self.whole)
         free = [group for group in setup.structure.cut_groups() if group not in fixed]
         subnet = setup.structure.subnet(dict.fromkeys(free, width))
-        return (subnet.within(*state.chosen.values()) if state.chosen else subnet,)
+        if state.chosen:
+            holders = min(self.holders, len(state.chosen))
+            subnet = subnet.within(*state.chosen.values(), holders=holders)
+        return (subnet,)
 
 
 def mine(subnet: Subnet) -> Subnet:

@@ -26,13 +26,16 @@ class _Place:
     layer: nn.Module
     name: str
 
-    def put(self, values: Tensor) -> None:
-        """Has the module hold other values, of another shape perhaps."""
-        old = self.layer._parameters.get(self.name)
-        if old is not None:
-            self.layer._parameters[self.name] = nn.Parameter(values, old.requires_grad)
-        else:
-            self.layer._buffers[self.name] = values
+    @property
+    def held(self) -> Tensor:
+        """What the module holds there."""
+        tensor: Tensor = getattr(self.layer, self.name)
+        return tensor
+
+    def put(self, tensor: Tensor) -> None:
+        """Has the module hold another tensor, of another shape perhaps."""
+        is_weight = isinstance(tensor, nn.Parameter)
+        vars(self.layer)["_parameters" if is_weight else "_buffers"][self.name] = tensor
 
 
 class Adjustable:
@@ -63,6 +66,7 @@ class Adjustable:
         """Becomes a subnet; the tensors that have another shape now."""
         if subnet.skipped:
             raise StructureError(f"an adjustable module cannot skip blocks, got {subnet}")
+        self._structure.validate(subnet)
         before, after = dict(self.subnet.kept), dict(subnet.kept)
         groups = [g for g in {**before, **after} if before.get(g) != after.get(g)]
         changed = frozenset(name for group in groups for name in self._following[group])
@@ -75,8 +79,10 @@ class Adjustable:
         for name in names:
             axes = self._structure.axes[name]
             self._where[name] = tuple(positions(axis, subnet) for axis in axes)
+            places = self._places[name]
             seen = view(self._params[name].detach(), self._where[name])
-            for place in self._places[name]:
+            seen = _like(places[0].held, seen)  # one for all places, so that they stay tied
+            for place in places:
                 place.put(seen)
                 layers[place.layer] = None
         for layer in layers:

@@ -167,7 +167,9 @@ class Prices:
     def _explained(self) -> Mapping[str, int] | None:
         """How often each weight is used on an example, if that explains all that is computed."""
         used = _uses(_on_paper(self._model, self._structure, Subnet()), self._example)
-        for width in (1.0, 0.5):
+        groups = self._structure.cut_groups()
+        uneven = {group: (i + 1) / (len(groups) + 1) for i, group in enumerate(groups)}
+        for width in (1.0, 0.5, uneven):
             subnet = self._structure.subnet(width)
             small = _on_paper(self._model, self._structure, subnet)
             weights = named_tensors(small)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -61,15 +62,17 @@ class Subnet:
         """The same subnet without the named blocks either."""
         return replace(self, skipped=tuple(sorted({*self.skipped, *blocks})))
 
-    def within(self, *others: Subnet) -> Subnet:
-        """The same subnet without the channels and blocks that none of the others has."""
+    def within(self, *others: Subnet, holders: int = 1) -> Subnet:
+        """The same subnet without the channels and blocks that fewer of the others have."""
         kept = dict(self.kept)
-        for group in set.intersection(*({g for g, _ in other.kept} for other in others)):
-            held = 0
-            for other in others:
-                held |= dict(other.kept)[group]
-            kept[group] = kept[group] & held if group in kept else held
-        gone = set.intersection(*(set(other.skipped) for other in others))
+        for group in {name for other in others for name, _ in other.kept}:
+            masks = [mask for other in others for name, mask in other.kept if name == group]
+            missing = holders - (len(others) - len(masks))  # the rest have all channels
+            if missing > 0:
+                held = _in_at_least(masks, missing)
+                kept[group] = kept[group] & held if group in kept else held
+        skips = Counter(block for other in others for block in other.skipped)
+        gone = (block for block, count in skips.items() if len(others) - count < holders)
         return replace(self, kept=tuple(sorted(kept.items()))).skipping(*gone)
 
     @property
@@ -122,6 +125,18 @@ def _mask(channels: Iterable[int]) -> int:
             raise ValueError(f"channels are counted from 0, got {channel}")
         mask |= 1 << int(channel)
     return mask
+
+
+def _in_at_least(masks: Sequence[int], count: int) -> int:
+    """The bits that at least so many masks have.
+
+    >>> bin(_in_at_least([0b0011, 0b0111, 0b0001], 2))
+    '0b11'
+    """
+    found = 0
+    for bit in range(max(mask.bit_length() for mask in masks)):
+        found |= (sum(mask >> bit & 1 for mask in masks) >= count) << bit
+    return found
 
 
 def prefix(count: int) -> int:

@@ -28,6 +28,7 @@ from fedquilt.structure.cost import Prices
 from fedquilt.structure.cut import Params
 from fedquilt.structure.groups import Structure, following, leading
 from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.trace import named_tensors
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.statistics import untracked
 
@@ -137,9 +138,14 @@ class Limits:
         return sum(max(ratio, 1.0) for ratio in self._ratios(subnet))
 
     def progress(self, subnet: Subnet) -> float:
-        """How far a search has come from the whole net; steps take equal parts of what is left."""
+        """How far a search has come from the whole net; steps take equal parts of what is left.
+
+        It is 1 within the budget, and only there: what stands for memory may be off.
+        """
+        if self.are_met(subnet):
+            return 1.0
         start, here = max(self._ratios(Subnet())), max(self._ratios(subnet))
-        return 1.0 if here <= 1 else 1 - math.log(here) / math.log(start)
+        return min(1 - math.log(here) / math.log(start), 0.99)
 
     def _ratios(self, subnet: Subnet) -> list[float]:
         price, budget = self.prices(subnet), self.budget
@@ -181,14 +187,20 @@ def slimmed(
 ) -> Found:
     """Algorithm 1, lines 14-21: the layer that loses least is shrunk, until the budget is met.
 
-    With ``lazy`` a group is asked again only if what it lost when it was last asked is less than
-    what the best one loses now: as a net gets narrower, each of its layers costs more to shrink.
+    Of several that lose the same, it is the one after which the net presses least on the limits,
+    and then the first by name.
+
+    With ``lazy`` a group is asked again if what it lost when it was last asked is less than what
+    the best one loses now: as a net gets narrower, each of its layers costs more to shrink. That is
+    the rule and not a law, so the one that was asked longest ago is asked again at every step too.
     Without it every group is asked at every step, as in the paper.
     """
     net = _Probe(model, structure, params, batches)
     floors = {g: structure.kept(search.floor(structure), g) for g in search.free(structure)}
     now, steps = Subnet(), 0
-    hits = net.hits(now, settle=True)
+    hits = net.hits(now)
+    net.note()
+    net.settle()
     losses: dict[str, int] = {}  # A^j, when it was last asked
     while not limits.are_met(now):
         narrower = {
@@ -197,15 +209,20 @@ def slimmed(
             if structure.kept(now, group) > floors[group]
         }
         costs = {group: limits.pressure(subnet) for group, subnet in narrower.items()}
+        longest_ago = next((group for group in losses if group in narrower), None)
         best: tuple[float, float, str] = (math.inf, math.inf, "")
         for group in sorted(narrower, key=lambda g: (losses.get(g, -math.inf), costs[g])):
-            if search.lazy and group in losses and (losses[group], costs[group]) >= best[:2]:
-                break
+            may_be_best = group not in losses or (losses[group], costs[group]) < best[:2]
+            if search.lazy and not may_be_best and group != longest_ago:
+                continue
             there = net.hits(narrower[group], no_worse_than=hits - best[0])
+            losses.pop(group, None)  # so that they are in the order in which they were asked
             losses[group] = hits - there
-            best = min(best, (losses[group], costs[group], group))
-        now = narrower[best[2]]
-        hits, steps = net.hits(now, settle=True), steps + 1
+            if (losses[group], costs[group], group) < best:
+                best = (losses[group], costs[group], group)
+                net.note()
+        net.settle()
+        now, hits, steps = narrower[best[2]], hits - int(best[0]), steps + 1
         tell(limits.progress(now))
     return Found(now, hits, net.num_examples, steps, net.num_evaluations)
 
@@ -232,33 +249,50 @@ class _Probe:
         self._net = Adjustable(model, self._structure, params)
         self._net.module.eval()
         self._batches = [(*self._net.laid_out(x), y) for x, y in batches]
+        self._needs_copies = _changes(self._net.module, self._batches[0][0])
         self._memory = _Memory(self._net.module)
         self._following = following(self._structure)
         self._settled = Subnet()
+        self._noted = Subnet(), dict[tuple[str, int], _Answer]()
         self.num_examples = sum(y.numel() for _, y in batches)
         self.num_evaluations = 0.0
 
     @torch.no_grad()
-    def hits(
-        self, subnet: Subnet, *, no_worse_than: float = -math.inf, settle: bool = False
-    ) -> int:
+    def hits(self, subnet: Subnet, *, no_worse_than: float = -math.inf) -> int:
         """Right answers of a subnet; at most so many, if that is already too few."""
         before, after = dict(self._settled.kept), dict(subnet.kept)
         groups = [g for g in {**before, **after} if before.get(g) != after.get(g)]
         self._memory.stale = {name for g in groups for name in self._following[g]}
-        self._memory.is_learning = settle
+        self._memory.learned = {}
         self._net.take_shape(subnet)
         most = self.num_examples  # hits, if it is right on all that it was not asked yet
         for number, (x, y) in enumerate(self._batches):
             self._memory.batch = number
-            right = int((self._net.module(x).argmax(-1) == y).sum())
+            answers = self._net.module(x.clone() if self._needs_copies else x)
+            right = int((answers.argmax(-1) == y).sum())
             most -= y.numel() - right
             self.num_evaluations += y.numel() / self.num_examples
             if most < no_worse_than:
                 break
-        if settle:
-            self._settled = subnet
         return most
+
+    def note(self) -> None:
+        """The subnet that was asked last is the best so far: what it computed is kept."""
+        self._noted = self._net.subnet, self._memory.learned
+
+    def settle(self) -> None:
+        """From now on subnets are compared with the one noted last."""
+        self._settled, learned = self._noted
+        self._memory.known.update(learned)
+
+
+@torch.no_grad()
+def _changes(module: nn.Module, inputs: Tensor) -> bool:
+    """Whether a module changes its inputs in place."""
+    trial = inputs.clone()
+    before = _version(trial)
+    module(trial)
+    return _version(trial) > before
 
 
 class _Memory:
@@ -267,25 +301,30 @@ class _Memory:
     def __init__(self, module: nn.Module) -> None:
         self.batch = 0
         self.stale: set[str] = set()  # tensors that are not as they were
-        self.is_learning = False
-        self._known: dict[tuple[str, int], _Answer] = {}
+        self.known: dict[tuple[str, int], _Answer] = {}  # by unit and batch
+        self.learned: dict[tuple[str, int], _Answer] = {}  # computed lately, not yet known
+        name_of = {id(tensor): name for name, tensor in named_tensors(module).items()}
         for name, unit in units(module).items():
-            self._wrap(name, unit)
+            self._wrap(name, unit, {name_of[id(t)] for t in named_tensors(unit).values()})
 
-    def _wrap(self, name: str, unit: nn.Module) -> None:
-        compute, own = unit.forward, {f"{name}.{n}" for n in _tensor_names(unit)}
+    def _wrap(self, name: str, unit: nn.Module, own: set[str]) -> None:
+        compute = unit.forward
 
         def forward(*inputs: Any, **named: Any) -> Any:
-            known = self._known.get((name, self.batch))
-            if known is not None and not named and known.is_for(inputs) and not own & self.stale:
+            known = self.known.get((name, self.batch))
+            is_plain = not named and all(isinstance(x, _PLAIN) for x in inputs)
+            if known is not None and is_plain and known.is_for(inputs) and not own & self.stale:
                 return known.output
             seen = [(x, _version(x)) for x in inputs]
             output = compute(*inputs, **named)
-            if self.is_learning and not named and isinstance(output, Tensor):
-                self._known[name, self.batch] = _Answer(seen, output, _version(output))
+            if is_plain and isinstance(output, Tensor):
+                self.learned[name, self.batch] = _Answer(seen, output, _version(output))
             return output
 
         unit.forward = forward
+
+
+_PLAIN = (Tensor, int, float, type(None))  # what is in a list may change while the list stays
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,10 +348,6 @@ class _Answer:
 
 def _version(value: Any) -> int:
     return int(value._version) if isinstance(value, Tensor) else 0
-
-
-def _tensor_names(unit: nn.Module) -> list[str]:
-    return [n for n, _ in unit.named_parameters()] + [n for n, _ in unit.named_buffers()]
 
 
 def units(module: nn.Module) -> Mapping[str, nn.Module]:
