@@ -389,10 +389,9 @@ def check_laws(shares, width, percent, smallest, whole, lazy, seed, count) -> No
 
 
 @pytest.mark.parametrize("kind", FIELDS)
-@pytest.mark.parametrize("lazy", [True, False])
-def test_the_smallest_net_meets_a_budget_of_its_own_cost_and_nothing_meets_less(kind, lazy):
+def test_the_smallest_net_meets_a_budget_of_its_own_cost_and_nothing_meets_less(kind):
     spot = place("mlp")
-    search = Search(Budget(), ratio=0.4, smallest=0.3, whole=("3",), home=HOME, lazy=lazy)
+    search = Search(Budget(), ratio=0.4, smallest=0.3, whole=("3",), home=HOME)
     floor = search.floor(spot.structure)
     assert floor == Subnet.of({"0": range(4), "6": range(3)})
     price = spot.cost(floor)
