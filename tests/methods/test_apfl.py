@@ -439,3 +439,32 @@ def test_the_global_model_may_be_what_several_clients_hold(world, optimiser):
         (held,) = method.mix(world.setup, method.start(world.setup), 1.0)
         assert structure.kept(held, "features.0") == count
         assert structure.kept(held, "features.3") == 4
+
+
+def test_what_a_killed_run_left_half_removed_is_gone_once_it_is_resumed(world, method, tmp_path):
+    def stop(event):
+        if type(event).__name__ == "Saved":
+            raise KeyboardInterrupt
+
+    def go(**more):
+        setup = world.setup
+        people, pace = world.people, Pace(0, 1)
+        fq.train(
+            setup.model,
+            setup.example,
+            method,
+            people,
+            1,
+            workers=0,
+            out=tmp_path,
+            pace=pace,
+            **more,
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        go(watch=stop)
+    left = tmp_path / "checkpoints" / ".round-000000.old"
+    left.mkdir()
+    (left / "params.safetensors").write_bytes(b"half")
+    go(resume=True)
+    assert not left.exists()

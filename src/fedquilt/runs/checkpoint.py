@@ -38,8 +38,7 @@ def save(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
     final = folder / f"round-{state.round:06d}"
     part = folder / f".{final.name}.part"
     try:
-        for left in folder.glob(".round-*"):  # by a run that was killed just then
-            shutil.rmtree(left, ignore_errors=True)
+        tidy(folder)
         part.mkdir(parents=True)
         digest = write_tensors(part / "params.safetensors", state.params)
         about = {
@@ -68,6 +67,12 @@ def save(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
     for old in saved(folder)[:-KEPT]:
         _remove(old)
     return final
+
+
+def tidy(folder: Path) -> None:
+    """Removes what a run left that was killed while it wrote or removed a checkpoint."""
+    for left in folder.glob(".round-*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:

@@ -242,6 +242,7 @@ class Loop:
         found = checkpoint.saved(self.folder / "checkpoints")
         if not found:
             return self._started()  # stopped before the first checkpoint
+        checkpoint.tidy(self.folder / "checkpoints")
         restored = checkpoint.load(found[-1], self.fingerprint)
         refuse_other_rounds(restored.state, self.method, self.setup)
         self.engine.restore(restored.kept)

@@ -97,12 +97,12 @@ class Run:
             build(setup.model, setup.structure, subnet, self._tensors(subnet))
             for subnet in self.method.mix(setup, self.state, found)
         ]
+        if setup.structure.matching(self.method.home) & setup.structure.statistics:
+            nets = [untracked(net) for net in nets]
         small: Any = nets[0]
         if len(self.method.mix(setup, self.state, max(sizes))) > 1:
             small = Mixture(nets, base=min(sizes))
             found = small.width
-        if setup.structure.matching(self.method.home) & setup.structure.statistics:
-            small = untracked(small)
         if dial is not None:
             set_robustness(small, dial)
         small.fedquilt_example, small.fedquilt_width = setup.example, found

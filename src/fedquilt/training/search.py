@@ -54,6 +54,7 @@ class Search:
     examples: int | None = 256  # at most; None: all
     batch_size: int = 128
     lazy: bool = True
+    again: int = 1  # groups that are asked again at every step, those of longest ago
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Searches; the task's params are the trained supernet's."""
@@ -209,11 +210,11 @@ def slimmed(
             if structure.kept(now, group) > floors[group]
         }
         costs = {group: limits.pressure(subnet) for group, subnet in narrower.items()}
-        longest_ago = next((group for group in losses if group in narrower), None)
+        longest_ago = [group for group in losses if group in narrower][: search.again]
         best: tuple[float, float, str] = (math.inf, math.inf, "")
         for group in sorted(narrower, key=lambda g: (losses.get(g, -math.inf), costs[g])):
             may_be_best = group not in losses or (losses[group], costs[group]) < best[:2]
-            if search.lazy and not may_be_best and group != longest_ago:
+            if search.lazy and not may_be_best and group not in longest_ago:
                 continue
             there = net.hits(narrower[group], no_worse_than=hits - best[0])
             losses.pop(group, None)  # so that they are in the order in which they were asked
