@@ -54,7 +54,7 @@ class Search:
     examples: int | None = 256  # at most; None: all
     batch_size: int = 128
     lazy: bool = True
-    again: int = 1  # groups that are asked again at every step, those of longest ago
+    again: int = 2  # groups that are asked again at every step, those of longest ago
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Searches; the task's params are the trained supernet's."""
@@ -193,7 +193,7 @@ def slimmed(
 
     With ``lazy`` a group is asked again if what it lost when it was last asked is less than what
     the best one loses now: as a net gets narrower, each of its layers costs more to shrink. That is
-    the rule and not a law, so the one that was asked longest ago is asked again at every step too.
+    the rule and not a law, so those that were asked longest ago are asked again at every step too.
     Without it every group is asked at every step, as in the paper.
     """
     net = _Probe(model, structure, params, batches)
