@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=6000, help="images that the net is trained on")
     parser.add_argument("--multiplier", type=float, default=0.35)
     parser.add_argument("--budget", type=float, default=0.8, help="a width")
+    parser.add_argument("--again", type=int, default=2, help="layers asked again at every step")
     parser.add_argument("--growth", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -58,7 +59,16 @@ def main() -> None:
     channels = client.inputs.shape[1] if client.inputs.ndim == 4 else 1
     net = MobileNetV2(in_channels=channels, multiplier=options.multiplier, stem_stride=2)
     warm = source.train.select(torch.randperm(len(source.train))[: options.warm].numpy())
-    rows = _compared(net, client, test, Budget(options.budget), warm, whole=("head.0",), epochs=6)
+    rows = _compared(
+        net,
+        client,
+        test,
+        Budget(options.budget),
+        warm,
+        whole=("head.0",),
+        epochs=6,
+        again=options.again,
+    )
     for name, (seconds, evaluations, subnet, accuracies) in rows.items():
         own, other = accuracies
         print(
@@ -80,12 +90,13 @@ def _compared(
     *,
     whole: tuple[str, ...] = (),
     epochs: int = 2,
+    again: int = 2,
 ) -> dict[str, Row]:
     """Both searches on one trained super-network."""
     example = client.batch(torch.arange(2))[0]
     structure = Structure.trace(net, example)
     bench = Workbench(net, structure, {"train": {0: client}})
-    search = Search(budget, whole=whole)
+    search = Search(budget, whole=whole, again=again)
     params = _warm(Workbench(net, structure, {"train": {0: warm}}), epochs, whole)
     limits = Limits.of(search, Prices(net, structure, example[:1]), structure)
     rows: dict[str, Row] = {}

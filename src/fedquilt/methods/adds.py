@@ -110,14 +110,6 @@ class ADDS(Rounds):
 
         return replace(merged(setup, state, noted()), chosen=chosen)
 
-    def sizes(self, setup: Setup) -> tuple[float, ...]:
-        """The whole model."""
-        return (1.0,)
-
-    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
-        """The leading channels."""
-        return (setup.structure.subnet(width),)
-
 
 @lru_cache(maxsize=16)
 def _sampled(setup: Setup) -> tuple[str, ...]:

@@ -96,17 +96,12 @@ class FedPA(Rounds):
 
         return fit(setup.model, setup.structure, client.budget, setup.example, shape=shaped)[1]
 
-    def sizes(self, setup: Setup) -> tuple[float, ...]:
-        """One: all that was trained."""
-        return (1.0,)
-
     def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """That part of the super-network, at a width, which some clients hold.
 
         Channels that no architecture has were never trained.
         """
-        fixed = uncut(setup.structure, self.whole)
-        free = [group for group in setup.structure.cut_groups() if group not in fixed]
+        free = setup.structure.cut_groups(uncut(setup.structure, self.whole))
         subnet = setup.structure.subnet(dict.fromkeys(free, width))
         if state.chosen:
             holders = min(self.holders, len(state.chosen))
@@ -131,10 +126,13 @@ def uncut(structure: Structure, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def fed_uniform(
-    optimiser: Optimiser | None = None, fraction: float = 1.0, whole: tuple[str, ...] = ()
+    optimiser: Optimiser | None = None,
+    fraction: float = 1.0,
+    whole: tuple[str, ...] = (),
+    holders: int = 1,
 ) -> FedPA:
     """FedUniform (Sec. 5.2): one width multiplier for each client, found by its budget."""
-    return FedPA(optimiser or OPTIMISER, fraction, whole)
+    return FedPA(optimiser or OPTIMISER, fraction, whole, holders)
 
 
 @dataclass(frozen=True)

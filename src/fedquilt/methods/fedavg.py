@@ -17,7 +17,6 @@ from fedquilt.federation.client import Client, Task, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Rounds, initial, without_tracking
 from fedquilt.structure.cut import build
-from fedquilt.structure.subnet import Subnet
 from fedquilt.training.conditional import conditional
 from fedquilt.training.descent import Optimiser
 from fedquilt.training.objectives import Objective, Plain
@@ -93,7 +92,3 @@ class FedAvg(Rounds):
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """The one width."""
         return (self.width,)
-
-    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
-        """The leading channels."""
-        return (setup.structure.subnet(width),)

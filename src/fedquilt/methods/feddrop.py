@@ -90,11 +90,3 @@ class FedDrop(Rounds):
         number = setup.structure.cut_groups().index(group.name)
         draw = np.random.default_rng(seed_of(setup.seed, round, number, 2, *whose))
         return draw.permutation(group.size)
-
-    def sizes(self, setup: Setup) -> tuple[float, ...]:
-        """The whole model; there is no smaller one that was trained."""
-        return (1.0,)
-
-    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
-        """The leading channels."""
-        return (setup.structure.subnet(width),)

@@ -89,6 +89,14 @@ class Rounds:
         """Each cell is averaged over the clients that hold it."""
         return merged(setup, state, updates)
 
+    def sizes(self, setup: Setup) -> tuple[float, ...]:
+        """The whole model; there is no smaller one that was trained as such."""
+        return (1.0,)
+
+    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
+        """The leading channels."""
+        return (setup.structure.subnet(width),)
+
 
 def shares_weights(setup: Setup, method: Method) -> bool:
     """Whether all weights are shared: what stays with clients is no more than statistics."""

@@ -67,8 +67,7 @@ class Adjustable:
         if subnet.skipped:
             raise StructureError(f"an adjustable module cannot skip blocks, got {subnet}")
         self._structure.validate(subnet)
-        before, after = dict(self.subnet.kept), dict(subnet.kept)
-        groups = [g for g in {**before, **after} if before.get(g) != after.get(g)]
+        groups = self.subnet.differing(subnet)
         changed = frozenset(name for group in groups for name in self._following[group])
         self._look(changed, subnet)
         self.subnet = subnet

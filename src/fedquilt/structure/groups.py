@@ -219,9 +219,9 @@ class Structure:
             _names={},
         )
 
-    def cut_groups(self) -> list[str]:
-        """Names of the groups that a width cuts."""
-        return [g.name for g in self.groups.values() if g.is_cut]
+    def cut_groups(self, whole: Sequence[str] = ()) -> list[str]:
+        """Names of the groups that a width cuts, but for those that stay whole."""
+        return [g.name for g in self.groups.values() if g.is_cut and g.name not in whole]
 
     def kept(self, subnet: Subnet, group: str) -> int:
         """How many channels of a group a subnet keeps."""

@@ -62,6 +62,15 @@ class Subnet:
         """The same subnet without the named blocks either."""
         return replace(self, skipped=tuple(sorted({*self.skipped, *blocks})))
 
+    def differing(self, other: Subnet) -> list[str]:
+        """Groups of which the other keeps other channels.
+
+        >>> Subnet.of({"a": [0], "b": [0]}).differing(Subnet.of({"a": [0], "b": [1], "c": [0]}))
+        ['b', 'c']
+        """
+        mine, theirs = dict(self.kept), dict(other.kept)
+        return [group for group in {**mine, **theirs} if mine.get(group) != theirs.get(group)]
+
     def within(self, *others: Subnet, holders: int = 1) -> Subnet:
         """The same subnet without the channels and blocks that fewer of the others have."""
         kept = dict(self.kept)

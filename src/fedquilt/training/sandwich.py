@@ -74,7 +74,7 @@ class Sandwich:
 
     def drawn(self, structure: Structure, generator: torch.Generator) -> Iterator[Subnet]:
         """The sandwich below the whole net: the smallest, and as many between as are asked for."""
-        groups = [g for g in structure.cut_groups() if g not in self.whole]
+        groups = structure.cut_groups(self.whole)
         yield structure.subnet(dict.fromkeys(groups, self.smallest))
         for _ in range(self.nets - 2):
             count = len(groups) if self.by_group else 1

@@ -91,7 +91,7 @@ class Search:
 
     def free(self, structure: Structure) -> list[str]:
         """The groups that may shrink."""
-        return [group for group in structure.cut_groups() if group not in self.whole]
+        return structure.cut_groups(self.whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,8 +261,7 @@ class _Probe:
     @torch.no_grad()
     def hits(self, subnet: Subnet, *, no_worse_than: float = -math.inf) -> int:
         """Right answers of a subnet; at most so many, if that is already too few."""
-        before, after = dict(self._settled.kept), dict(subnet.kept)
-        groups = [g for g in {**before, **after} if before.get(g) != after.get(g)]
+        groups = self._settled.differing(subnet)
         self._memory.stale = {name for g in groups for name in self._following[g]}
         self._memory.learned = {}
         self._net.take_shape(subnet)
