@@ -283,7 +283,7 @@ def do_task(
 ) -> tuple[Update, Mapping[str, Tensor] | None]:
     """The client's work: its update, and what it keeps if that has changed and is sound."""
     listener = None if tell is None else _Listener(tell)
-    bench.kept, bench.to_keep, bench.listener = state, None, listener
+    bench.kept, bench.to_keep, bench.own, bench.listener = state, None, None, listener
     try:
         update = task.recipe.run(task, bench)
     finally:

@@ -48,6 +48,8 @@ class Workbench:
         self.kept: Mapping[str, Tensor] | None = None  # the state of the client at work
         self.to_keep: Mapping[str, Tensor] | None = None  # its new state, if it changed
         self.listener: Callable[[float], None] | None = None  # hears what the client tells
+        # the model that the client would itself use after its work, if not what it sends
+        self.own: tuple[Sequence[Subnet], Sequence[Params]] | None = None
 
     def examples(self, split: str, client: int) -> ClientData:
         """The client's data: ``train``, ``test`` or ``validation``.
