@@ -98,8 +98,8 @@ class Subnet:
         return replace(self, own=names, owner=owner)
 
     def encode(self) -> bytes:
-        """The subnet as bytes; at most one bit a channel, and less for leading channels."""
-        kept = [[g, m.bit_count() if _is_prefix(m) else f"{m:x}"] for g, m in self.kept]
+        """The subnet as text, for files; ``wire.pack`` is shorter."""
+        kept = [[g, m.bit_count() if is_prefix(m) else f"{m:x}"] for g, m in self.kept]
         return json.dumps(
             [kept, self.without, self.own, self.owner, self.skipped], separators=(",", ":")
         ).encode()
@@ -117,7 +117,7 @@ class Subnet:
         for group, mask in self.kept:
             listed = [str(i) for i in _indices(mask).tolist()]
             prefix = f"first {len(listed)}"
-            words.append(f"{group}: {prefix if _is_prefix(mask) else ','.join(listed)}")
+            words.append(f"{group}: {prefix if is_prefix(mask) else ','.join(listed)}")
         if self.skipped:
             words.append(f"skips {', '.join(self.skipped)}")
         if self.without:
@@ -153,7 +153,8 @@ def prefix(count: int) -> int:
     return (1 << count) - 1
 
 
-def _is_prefix(mask: int) -> bool:
+def is_prefix(mask: int) -> bool:
+    """Whether these are the bits of leading channels."""
     return mask & (mask + 1) == 0
 
 
