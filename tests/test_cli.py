@@ -615,6 +615,8 @@ def test_customize_refuses_a_file_that_it_cannot_write(finished, tmp_path):
         (["evaluate", "nowhere", "--attack", "--epsilon", "-1"], ["epsilon >= 0"]),
         (["evaluate", "nowhere", "--attack", "--steps", "0"], ["steps >= 1"]),
         (["evaluate", "nowhere"], ["nowhere"]),
+        (["report", "nowhere", "--target", "40"], ["(0, 1]", "got 40", "write 40 % as 0.4"]),
+        (["report", "nowhere", "--target", "most"], ["'most'", "report --help"]),
         (["trian"], ["'trian'"]),
     ],
 )
@@ -685,13 +687,44 @@ def test_report_writes_a_page_with_clients_and_trade_offs(dialled, finished, tmp
     )
     assert result.code == 0, result.err
     paths = json.loads(result.out)
-    assert Path(paths["page"]).read_text().count("<img") == 10
+    assert Path(paths["page"]).read_text().count("<img") == 11
     data = json.loads(Path(paths["data"]).read_text())
     assert set(data) == {"dialled", "a"}
     assert len(data["dialled"]["scores"]) == 4
     assert all(s["robust_accuracy"] is not None for s in data["dialled"]["scores"])
     assert len(data["dialled"]["clients"]) == 3
     assert all(c["params_per_round"] > 0 for c in data["dialled"]["clients"])
+
+
+def test_clients_test_their_own_models_and_the_report_tells(tmp_path):
+    runs = {name: tmp_path / name for name in ("fedavg", "adds")}
+    for name, folder in runs.items():
+        asked = ["--method", name, "--rounds", "2", "--evaluate-every", "1", "--workers", "0"]
+        chosen = ["--partition", "dirichlet:0.5", "--fraction", "1", "--test-locally"]
+        result = fedquilt("train", *TINY, *asked, *chosen, "--out", folder)
+        assert result.code == 0, result.err
+        assert re.search(r"round 2/2: loss [\d.]+, own models [\d.]+%, 4 clients", result.out)
+        assert "test_locally = true" in (folder / "config.toml").read_text()
+    targets = ["--target", "0.01", "--target", "1.0"]
+    page = tmp_path / "page"
+    result = fedquilt("report", *runs.values(), *targets, "--out", page, "--workers", "0")
+    assert result.code == 0, result.err
+    text = (page / "index.html").read_text()
+    for words in ("Rounds to an accuracy", "In the mean over clients", "Sampling rates of adds"):
+        assert f"<h3>{words}" in text
+    data = json.loads((page / "report.json").read_text())
+    for name, folder in runs.items():
+        lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+        rounds = [line["local"] for line in lines if "local" in line]
+        assert data[name]["local"] == rounds[-1]  # everybody took part
+        means = [sum(found.values()) / 4 for found in rounds]
+        assert [t["accuracy"] for t in data[name]["local_tests"]] == pytest.approx(means)
+        first, never = data[name]["targets"]
+        assert (first["rounds"], first["local_rounds"], never["rounds"]) == (1, 1, None)
+        assert first["speed_up"] == (None if name == "fedavg" else 1.0)
+    assert len(data["adds"]["compressions"]) == 4
+    assert data["fedavg"]["compressions"] == data["fedavg"]["rates"] == []
+    assert 0 < data["adds"]["mean_shares"]["params"] < 1 == data["fedavg"]["mean_shares"]["params"]
 
 
 def test_report_refuses_what_is_no_run(tmp_path):

@@ -6,7 +6,9 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from contextlib import suppress
+from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_origin, get_type_hints
 
@@ -14,19 +16,24 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from fedquilt.data.examples import Normalise
-from fedquilt.data.load import Source, load
+from fedquilt.data.examples import Examples, Normalise
+from fedquilt.data.load import load
 from fedquilt.data.population import Population, clients
-from fedquilt.errors import ConfigError, unknown
+from fedquilt.data.source import Source
+from fedquilt.errors import ConfigError, StructureError, unknown
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
 from fedquilt.models import find, make
+from fedquilt.structure.cost import SHORT, is_recurrent
+from fedquilt.structure.groups import Structure
 from fedquilt.training.descent import Optimiser
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+CLIENTS = 10  # if nobody says how many
 
 
 class _Section(BaseModel):
@@ -38,11 +45,14 @@ class DataSection(_Section):
 
     source: str = "digits"
     partition: str = "iid"
-    clients: int | None = Field(10, ge=1)
+    clients: int | None = Field(None, ge=1)  # None: ten, or all natural ones
     augment: str | None = None  # of training images; None: as usual for the source
     normalise: bool | None = None  # None: as usual for the source; False: images stay in [0, 1]
     share: float = Field(1.0, gt=0, le=1)  # the first so many training examples of each domain
     validation: float = Field(0.0, ge=0, lt=1)  # the last so many of each client's examples
+    test_share: float = Field(0.0, ge=0, lt=1)  # drawn, to test clients who have nothing else
+    unseen: float = Field(0.0, ge=0, lt=1)  # so many of the clients never train
+    least: int = Field(1, ge=1)  # training examples of a natural client
     budgets: str | tuple[float | dict[str, float], ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
 
@@ -86,6 +96,24 @@ class RunSection(_Section):
     workers: int | None = Field(None, ge=0)
     evaluate_every: int = Field(10, ge=0)
     checkpoint_every: int = Field(10, ge=0)
+    test_locally: bool = False  # clients test their own models in every round, before they merge
+
+
+class FlowerSection(_Section):
+    """How a run on Flower goes about it; the local engine needs none of this."""
+
+    name: str | None = None  # under which clients keep what is theirs; made up for each run
+    out: str | None = None  # the run's directory, on the machine where the server's app runs
+    resume: bool = False
+    nodes: int | None = Field(None, ge=1)  # to wait for; None: as many as data.clients
+    wait: float = Field(300.0, gt=0)  # seconds, for the nodes
+    deadline: float | None = Field(None, gt=0)  # seconds, for one client's work
+    patience: float = Field(600.0, gt=0)  # seconds, for a round
+    cpus: int = Field(1, ge=1)  # of each client, where clients are simulated; Flower counts whole
+    gpus: float = Field(0.0, ge=0)  # likewise
+    quorum: int = Field(1, ge=1)  # answers without which a round does not count
+    tries: int = Field(3, ge=1)  # of a round that did not count
+    spare: float = Field(0.0, ge=0)  # clients asked beyond those needed, as a share of them
 
 
 class Config(_Section):
@@ -98,6 +126,7 @@ class Config(_Section):
     method: MethodSection = MethodSection()
     optimiser: OptimiserSection = OptimiserSection()
     run: RunSection = RunSection()
+    flower: FlowerSection = FlowerSection()
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -177,18 +206,19 @@ def _unknown_setting(place: tuple[int | str, ...]) -> str:
 def as_toml(config: Config) -> str:
     """The settings as TOML, everything spelled out."""
     values = config.model_dump(exclude_none=True)
-    lines = [f"{k} = {_toml(v)}" for k, v in values.items() if not isinstance(v, dict)]
+    lines = [f"{k} = {as_value(v)}" for k, v in values.items() if not isinstance(v, dict)]
     for name, section in values.items():
         if isinstance(section, dict):
-            lines += ["", f"[{name}]", *(f"{k} = {_toml(v)}" for k, v in section.items())]
+            lines += ["", f"[{name}]", *(f"{k} = {as_value(v)}" for k, v in section.items())]
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: Any) -> str:
+def as_value(value: Any) -> str:
+    """A value as TOML writes it."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k} = {as_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
+        return "[" + ", ".join(as_value(v) for v in value) + "]"
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -256,22 +286,22 @@ def source_of(config: Config) -> Source:
     source = _normalised(load(data.source), data.normalise)
     if data.share < 1:
         source = source.first(data.share)
-    if data.augment is not None:
-        source = replace(source, train=replace(source.train, augment=data.augment))
-    return source
+    return source if data.augment is None else source.augmented(data.augment)
 
 
 def _normalised(source: Source, wanted: bool | None) -> Source:
     """The set normalised or not; the moments are those of all training images, not of a share."""
-    inputs = source.train.inputs
-    if wanted and inputs.dtype != torch.uint8:
+    if wanted is None or wanted == (source.scale is not None):
+        return source
+    if not wanted:
+        return source.scaled(None)
+    inputs = source.train.inputs if isinstance(source.train, Examples) else source.example
+    if inputs.dtype != torch.uint8:
         raise ConfigError(
             f"setting 'data.normalise' is for uint8 images, '{source.name}' holds {inputs.dtype}; "
             "leave it out, and normalise the file itself"
         )
-    if wanted is None or wanted == (source.train.scale is not None):
-        return source
-    return source.scaled(Normalise.of(inputs) if wanted else None)
+    return source.scaled(Normalise.of(inputs))
 
 
 def population_of(config: Config, source: Source) -> Population:
@@ -281,22 +311,26 @@ def population_of(config: Config, source: Source) -> Population:
         source.train,
         test=source.test,
         partition=data.partition,
-        count=None if data.partition == "natural" else data.clients,
+        count=_count(data),
         budgets=data.budgets,
         seed=config.seed,
         validation=data.validation,
-        groups=(
-            None if source.groups_train is None else source.groups_train.tolist(),
-            None if source.groups_test is None else source.groups_test.tolist(),
-        ),
+        test_share=data.test_share,
+        unseen=data.unseen,
+        least=data.least,
+        groups=(source.groups_train, source.groups_test),
         group_names=source.group_names,
     )
 
 
+def _count(data: DataSection) -> int | None:
+    """How many clients there are; None: one for each natural one."""
+    return CLIENTS if data.clients is None and data.partition != "natural" else data.clients
+
+
 def example_of(source: Source) -> Tensor:
     """An input like the data's."""
-    x, _ = source.train.batch(torch.zeros(1, dtype=torch.int64))
-    return torch.zeros_like(x)
+    return source.example
 
 
 def model_of(config: Config) -> nn.Module:
@@ -310,15 +344,31 @@ def model_of(config: Config) -> nn.Module:
         return make(config.model.name, options)
 
 
+def structure_of(config: Config, model: nn.Module, example: Tensor) -> Structure:
+    """What can be cut in the model; a recurrent one is followed on a short text, if it reads one.
+
+    It does the same at every position, and to follow all of them takes long.
+    """
+    trace = partial(Structure.trace, exclude=config.model.exclude, blocks=config.model.blocks)
+    if is_recurrent(model) and example.ndim == 2 and example.shape[1] > SHORT[-1]:
+        with suppress(RuntimeError, StructureError):  # a net of one length
+            return trace(model, example[:, : SHORT[-1]])
+    return trace(model, example)
+
+
 def _parameters(factory: Callable[..., nn.Module]) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(factory).parameters
 
 
-def fitted(config: Config, shape: Sequence[int], num_classes: int) -> Config:
+def fitted(
+    config: Config, shape: Sequence[int], num_classes: int, num_tokens: int | None = None
+) -> Config:
     """The settings with a model that fits inputs of a shape, as far as the model asks."""
     facts = {"num_classes": num_classes}
     if len(shape) == 3:
         facts |= {"in_channels": shape[0], "image_size": shape[-1]}
+    if num_tokens is not None:
+        facts |= {"vocabulary": num_tokens, "length": shape[0]}
     asked = _parameters(find(config.model.name))
     given = config.model.model_extra or {}
     changes = {f"model.{k}": v for k, v in facts.items() if k in asked and k not in given}
@@ -336,5 +386,6 @@ def resolved(config: Config, source: Source) -> Config:
     options = {n: v for n, v in _options(METHODS[config.method.name]).items() if v is not None}
     settings = config.model_dump()
     settings |= {"optimiser": optimiser, "method": {**options, **settings["method"]}}
-    full = fitted(checked(settings), tuple(source.train.inputs.shape[1:]), source.num_classes)
+    settings["data"] |= {"clients": _count(config.data)}
+    full = fitted(checked(settings), source.shape, source.num_classes, source.num_tokens)
     return checked(tomllib.loads(as_toml(full)))  # as it will be read again, to the last bit

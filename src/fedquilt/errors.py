@@ -38,6 +38,10 @@ class TrainingError(FedquiltError):
     """A round in which nothing could be learned."""
 
 
+class FederationError(FedquiltError):
+    """Processes of a federation that do not start, or do not answer."""
+
+
 def unknown(kind: str, given: str, known: Iterable[str]) -> str:
     """The sentence for a name that is not known, with the nearest one suggested.
 

@@ -11,9 +11,9 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.customize import bundle
-from fedquilt.customize.structured import as_values, from_values
 from fedquilt.errors import CheckpointError
 from fedquilt.runs.checkpoint import file_hash
+from fedquilt.structure.values import as_values, from_values
 
 PARAMS = {
     "w@0": torch.randn(3, 2),

@@ -209,3 +209,23 @@ def test_what_has_no_family_is_refused(robust, small, tmp_path):
     with pytest.raises(ConfigError, match=r"write it to .onnx or .pt2"):
         export(robust.opened().customize(), tmp_path / "family.safetensors", family=True)
     assert list(tmp_path.iterdir()) == []
+
+
+class Hiding(nn.Module):
+    """Draws in use too."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(x.masked_fill(torch.rand(x.shape) < 0.5, 0.0))
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pt2"])
+def test_a_net_that_draws_in_use_is_compared_on_the_same_draws(tmp_path, ending):
+    state = torch.get_rng_state()
+    net = Hiding().eval()
+    torch.set_rng_state(state)
+    assert export(net, tmp_path / f"a.{ending}", torch.zeros(2, 4)).is_file()
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,14 +1,18 @@
 """Batches: what comes out of examples, and what is refused."""
 
+import itertools
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from fedquilt.data import DatasetExamples, Examples, Normalise, as_examples
+from fedquilt.data import DatasetExamples, Examples, Normalise, Windows, as_examples
 from fedquilt.data import examples as module
+from fedquilt.data.examples import Joined
 from fedquilt.errors import DataError
 
 
@@ -144,6 +148,37 @@ def test_other_inputs_stay_as_they_are(dtype):
     x, _ = Examples(inputs, labels()).batch(torch.tensor([2]))
     assert x.dtype == dtype
     assert torch.equal(x, inputs[2:3])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
+def test_tokens_may_be_kept_in_smaller_numbers(dtype):
+    inputs = torch.arange(12).view(6, 2)
+    for data in (
+        Examples(inputs.to(dtype), labels()),
+        as_examples((inputs.to(dtype).numpy(), labels())),
+        as_examples(Pairs(inputs.to(dtype), labels())),
+    ):
+        x, _ = data.batch(torch.tensor([5, 2]))
+        assert x.dtype == torch.int64
+        assert x.tolist() == [[10, 11], [4, 5]]
+
+
+def test_an_example_may_have_a_label_at_every_position():
+    tokens = torch.arange(12).view(4, 3) % 5
+    data = as_examples((tokens, tokens))
+    _, y = data.batch(torch.tensor([3, 0]))
+    assert y.tolist() == [[4, 0, 1], [0, 1, 2]]
+    assert (len(data), data.label_set) == (4, (0, 1, 2, 3, 4))
+    assert data.select(torch.tensor([1])).labels.tolist() == [[3, 4, 0]]
+
+
+def test_whatever_gives_batches_itself_is_taken_as_it_is():
+    for data in (
+        Examples(images(), labels()),
+        Windows(torch.arange(9), torch.arange(3), 2),
+        Joined((Examples(images(), labels()),)),
+    ):
+        assert as_examples(data) is data
 
 
 def test_select_keeps_the_rows_and_the_settings():
@@ -366,6 +401,51 @@ def test_reading_a_dataset_leaves_the_global_generator_alone():
     state = torch.get_rng_state()
     data.batch(torch.arange(4), seeded())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# Joined
+
+
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any),
+    draw=st.data(),
+)
+def test_joined_data_are_those_of_one_set_after_another(sizes, draw):
+    whole, ends = images(sum(sizes)), [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    answers = torch.arange(sum(sizes)) * 7 % 5
+    spans = [slice(*pair) for pair in itertools.pairwise(ends)]
+    kinds = [DatasetExamples(Pairs(whole[s], answers[s])) for s in spans]
+    parts = tuple(
+        Examples(whole[s], answers[s]) if i % 2 == 0 else kinds[i] for i, s in enumerate(spans)
+    )
+    joined = Joined(parts)
+    number = st.integers(0, sum(sizes) - 1)
+    rows = torch.tensor(draw.draw(st.lists(number, min_size=1, max_size=9)))
+    x, y = joined.batch(rows)
+    assert torch.equal(x, whole[rows].float() / 255)
+    assert torch.equal(y, answers[rows])
+    assert (len(joined), joined.labels.tolist()) == (sum(sizes), answers.tolist())
+    some = joined.select(rows.numpy())
+    last = torch.arange(len(rows)).flip(0)
+    assert torch.equal(some.batch(last)[0], x.flip(0))
+    assert torch.equal(some.select(last).batch(last)[1], y)
+    assert (len(some), some.labels.tolist()) == (len(rows), y.tolist())
+    assert some.label_set == tuple(sorted(set(y.tolist())))
+
+
+def test_joined_data_are_augmented_by_their_parts():
+    parts = tuple(Examples(images(4, seed=s), labels(4), augment="crop-flip") for s in (0, 1))
+    rows = torch.tensor([5, 0, 7, 2])
+    generator = seeded(3)
+    first, second = (
+        part.batch(torch.tensor(own), generator)[0]
+        for part, own in zip(parts, ([0, 2], [1, 3]), strict=True)
+    )
+    x, _ = Joined(parts).batch(rows, seeded(3))
+    assert torch.equal(x, torch.stack([second[0], first[0], second[1], first[1]]))
+    assert torch.equal(x, Joined(parts).batch(rows, seeded(3))[0])
+    assert not torch.equal(x, Joined(parts).batch(rows, seeded(4))[0])
+    assert torch.equal(Joined(parts).batch(rows)[0][1], images(4).float()[0] / 255)
 
 
 class Silent(Dataset):

@@ -125,7 +125,30 @@ def test_groups_are_numbered_alike_in_train_and_test(tmp_path, kind, ids, names)
     assert source.groups_test.tolist() == [1, 0, 1]
 
 
+@pytest.mark.parametrize("name", ["client", "id"])
+def test_clients_without_a_test_set_are_natural_ones(tmp_path, name):
+    content = {key: value for key, value in arrays().items() if key.endswith("train")}
+    owners = np.array([5, 2, 5] * 3)
+    source = load(str(save(tmp_path / "a.npz", **content, **{name: owners})))
+    assert source.group_names == ("2", "5")
+    assert source.groups_train.tolist() == [1, 0, 1] * 3
+    assert (len(source.train), len(source.test)) == (9, 0)
+
+
+def test_a_file_without_a_test_set_must_say_whose_its_examples_are(tmp_path):
+    content = {key: value for key, value in arrays().items() if key.endswith("train")}
+    with pytest.raises(DataError, match="lacks x_test, y_test"):
+        load(str(save(tmp_path / "a.npz", **content)))
+
+
 # named sets
+
+
+def test_a_named_folder_may_be_one_file(tmp_path):
+    save(tmp_path / "femnist.npz", **arrays())
+    assert len(load("femnist", folder=tmp_path).train) == 9
+    with pytest.raises(DataError, match=r"did you mean 'shakespeare'"):
+        load("shakespear")
 
 
 def test_named_sets_are_looked_for_in_the_folder_the_environment_and_the_cache(

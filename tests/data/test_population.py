@@ -1,3 +1,5 @@
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -5,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
+from fedquilt.data import Examples, Windows
 from fedquilt.data.population import clients
 from fedquilt.errors import DataError
 from fedquilt.federation.client import SERVER
@@ -108,7 +111,179 @@ def test_a_validation_share_outside_0_to_1_is_refused(share):
         clients(images(12), count=3, validation=share)
 
 
+# natural clients, unseen clients, and their own test data
+
+NAMES = ("ann", "bob", "cid", "dee", "eve", "fay")
+
+
+def numbered(count, first=0):
+    """Examples whose input is their number."""
+    return torch.arange(first, first + count)[:, None], torch.arange(count) % 3
+
+
+def found(data):
+    """The numbers of the examples that somebody holds."""
+    return data.batch(torch.arange(len(data)))[0].flatten().tolist()
+
+
+def by_id(sizes, test_sizes=None, **options):
+    """Clients of numbered examples, test examples from 1000 on; and the numbers of each id."""
+    counts = (sizes, test_sizes or [0] * len(sizes))
+    ids = tuple(np.repeat(np.arange(len(sizes)), own) for own in counts)
+    test = numbered(len(ids[1]), 1000) if test_sizes else None
+    people = clients(
+        numbered(len(ids[0])),
+        test=test,
+        partition="natural",
+        groups=(ids[0], ids[1] if test_sizes else None),
+        group_names=NAMES[: len(sizes)],
+        **options,
+    )
+    own = {
+        name: {
+            *np.flatnonzero(ids[0] == i).tolist(),
+            *(1000 + np.flatnonzero(ids[1] == i)).tolist(),
+        }
+        for i, name in enumerate(NAMES[: len(sizes)])
+    }
+    return people, own
+
+
+sizes_of_ids = st.lists(st.integers(1, 9), min_size=2, max_size=6)
+
+
+@given(sizes_of_ids, st.booleans(), st.integers(0, 99), st.integers(0, 99), st.integers(0, 3))
+def test_unseen_clients_train_on_nothing_and_everything_is_in_one_place(
+    sizes, tested, share, held, seed
+):
+    options = {"test_share": 0.0 if tested else held / 100, "validation": 0.2, "seed": seed}
+    count = len(sizes) * share // 100
+    if count == 0:
+        return
+    people, own = by_id(sizes, [n % 3 + 1 for n in sizes] if tested else None,
+                        unseen=share / 100, **options)  # fmt: skip
+    seen = {c.group for c in people.clients}
+    assert len(people.clients) == len(sizes) - count
+    assert set(found(people.test[SERVER])) == set().union(*(own[n] for n in own if n not in seen))
+    assert len(people.test[SERVER]) == len(set(found(people.test[SERVER])))
+    for client in people.clients:
+        splits = (people.train, people.test, people.validation)
+        held_by = [found(split[client.id]) for split in splits if client.id in split]
+        assert sorted(chain(*held_by)) == sorted(own[client.group])  # each once
+
+
+@given(sizes_of_ids, st.integers(1, 6), st.integers(1, 9), st.integers(0, 3))
+def test_some_of_the_natural_clients_take_part_with_their_own_test_data(sizes, count, least, seed):
+    large = [n for n, size in zip(NAMES, sizes, strict=False) if size >= least]
+    asked = {"count": count, "least": least, "seed": seed}
+    if count > len(large):
+        with pytest.raises(DataError, match=f"of {len(sizes)} natural clients {len(large)} have"):
+            by_id(sizes, **asked)
+        return
+    people, own = by_id(sizes, [1] * len(sizes), **asked)
+    groups = [c.group for c in people.clients]
+    assert len(groups) == count
+    assert groups == sorted(groups)
+    assert set(groups) <= set(large)
+    for client in people.clients:
+        held = found(people.train[client.id]) + found(people.test[client.id])
+        assert sorted(held) == sorted(own[client.group])
+    expected = set().union(*(own[name] for name in groups))
+    assert set(found(people.test[SERVER])) == {n for n in expected if n >= 1000}
+
+
+def test_the_seed_draws_who_takes_part_and_who_is_unseen():
+    def groups(seed, **options):
+        return tuple(c.group for c in by_id([3] * 6, seed=seed, **options)[0].clients)
+
+    for options in ({"count": 3}, {"unseen": 0.5}):
+        drawn = [groups(seed, **options) for seed in range(8)]
+        assert drawn == [groups(seed, **options) for seed in range(8)]
+        assert len(set(drawn)) > 2
+
+
+def test_all_natural_clients_take_part_unless_somebody_says_how_many():
+    assert len(by_id([1, 9, 2])[0].clients) == 3
+
+
+def test_test_examples_of_nobody_are_the_servers():
+    people = clients(
+        numbered(6), test=numbered(4, 100), partition="natural", groups=([0, 0, 1, 1, 1, 1], None)
+    )
+    assert people.testers == ()
+    assert found(people.test[SERVER]) == [100, 101, 102, 103]
+    with pytest.raises(DataError, match=r"test set that is no client's.*leave out unseen"):
+        clients(
+            numbered(6),
+            test=numbered(4),
+            partition="natural",
+            groups=([0, 0, 0, 1, 1, 1], None),
+            unseen=0.5,
+        )
+
+
+def test_unseen_clients_may_be_of_any_partition():
+    people = clients(numbered(40), test=numbered(20, 100), count=4, unseen=0.25)
+    assert len(people.clients) == 3
+    assert len(people.test[SERVER]) == 15
+    held = [found(split[c]) for split in (people.train, people.test) for c in range(3)]
+    assert sorted(chain(*held, found(people.test[SERVER]))) == [*range(40), *range(100, 120)]
+
+
+def test_test_data_are_drawn_although_a_file_is_sorted_by_class():
+    x, y = torch.arange(60)[:, None], torch.arange(60) // 20
+    people = clients([TensorDataset(x, y)], test_share=0.5)
+    assert people.test[0].label_set == people.train[0].label_set == (0, 1, 2)
+    assert found(people.train[0]) == sorted(found(people.train[0]))
+
+
+def test_test_data_of_a_text_are_its_end():
+    windows = Windows(torch.arange(30), torch.arange(20), 5)
+    people = clients([windows], test_share=0.25, validation=0.2)
+    held = people.train[0], people.validation[0], people.test[0]
+    assert [own.starts.tolist() for own in held] == [
+        [*range(12)], [12, 13, 14], [15, 16, 17, 18, 19],
+    ]  # fmt: skip
+
+
+def test_an_empty_test_set_is_nobodys():
+    people = clients(numbered(6), test=Examples(*numbered(0)), count=2)
+    assert not people.held_out
+    assert people.testers == ()
+
+
+def test_sequences_are_divided_by_number_or_by_owner_but_not_by_label():
+    x = torch.arange(24).view(12, 2)
+    people = clients((x, x), test=(x, x), count=3)
+    assert sorted(chain(*(found(people.train[c]) for c in range(3)))) == [*range(24)]
+    assert people.clients[0].labels == people.train[0].label_set
+    assert len(clients((x, x), partition="natural", groups=([0, 1] * 6, None)).clients) == 2
+    for partition in ("classes:2", "dirichlet:0.5"):
+        with pytest.raises(DataError, match=f"'{partition}' goes by the label.*'iid' or 'natural'"):
+            clients((x, x), count=3, partition=partition)
+
+
 # refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"unseen": 1.0}, r"unseen is a share in \[0, 1\), got 1.0"),
+        ({"test_share": -0.1}, r"test_share is a share in \[0, 1\), got -0.1"),
+        ({"unseen": 0.1}, "0.1 of 3 clients is nobody"),
+        ({"least": 2}, "least is for natural clients, got 2 with partition 'iid'"),
+        ({"test": images(3), "test_share": 0.5}, "for clients without test data"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(options, words):
+    with pytest.raises(DataError, match=words):
+        clients(images(12), count=3, **options)
+
+
+def test_unseen_clients_are_not_drawn_from_a_list():
+    with pytest.raises(DataError, match="one set per client; leave some out"):
+        clients([TensorDataset(*images(3))] * 4, unseen=0.25)
 
 
 def test_a_client_without_data_is_refused_by_number():

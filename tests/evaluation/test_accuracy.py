@@ -323,3 +323,32 @@ def test_a_dial_that_is_not_there_cannot_be_turned(setup, engine):
             setup, fq.HeteroFL(), state_of(setup), engine,
             held_out=True, testers=(), robustness=(0.5,),
         )  # fmt: skip
+
+
+def tagged(setup, held_out, scale=1.0):
+    """The score of a net that answers at every position."""
+    net = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3))
+    structure = fq.Structure.trace(net, torch.zeros(2, 5, dtype=torch.int64))
+    texts = Setup(net, structure, torch.zeros(2, 5, dtype=torch.int64), (), 1, 0)
+    params = {n: scale * t.detach() for n, t in named_tensors(net).items()}
+    with LocalEngine(net, structure, {"test": {SERVER: held_out}}, workers=0) as engine:
+        method = fq.FedAvg()
+        (score,) = evaluate(texts, method, State(1, "", params), engine, held_out=True, testers=())
+    return score, params
+
+
+def test_perplexity_is_told_where_examples_have_several_targets(setup, engine):
+    tokens = torch.arange(35).view(7, 5) % 3
+    score, params = tagged(setup, as_examples((tokens, tokens.flip(1))))
+    logits = F.linear(params["0.weight"][tokens], params["1.weight"], params["1.bias"])
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens.flip(1).flatten())
+    assert score.num_examples == 35
+    assert score.loss == pytest.approx(loss.item())
+    assert score.perplexity == pytest.approx(loss.exp().item())
+    assert score.accuracy == pytest.approx(share(logits.flatten(0, 1), tokens.flip(1).flatten()))
+    lost, _ = tagged(setup, as_examples((tokens, tokens.flip(1))), scale=1e4)
+    assert lost.loss > 1000
+    assert lost.perplexity is None  # not a number that a file could hold
+    asked = {"held_out": True, "testers": (0, 1, 2)}
+    scores = evaluate(setup, fq.FedAvg(), state_of(setup), engine, **asked)
+    assert [s.perplexity for s in scores] == [None]

@@ -9,14 +9,22 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
+from fedquilt.evaluation.accuracy import cost_of
 from fedquilt.evaluation.architectures import (
     ClientNet,
+    Compression,
     Distance,
+    Rate,
     architectures,
     client_nets,
+    compressions,
+    correlation,
     distances,
+    layer_costs,
     layers,
     mean_costs,
+    mean_shares,
+    rates,
 )
 from fedquilt.evaluation.clients import ClientScore
 from fedquilt.models.apfl import MobileNetV2
@@ -131,6 +139,99 @@ def test_where_there_is_no_pair_there_is_no_distance(structure):
     assert unknown.all_pairs == Distance(1, 0.0, 0.0)
 
 
+# what they keep of every layer
+
+
+def test_rates_are_means_over_clients_in_the_models_order(structure):
+    nets = architectures(structure, {0: kept(), 1: kept(stem=2), 5: kept(stem=4, project=1)})
+    stem, project, expand = rates(structure, nets)
+    assert (stem.group, stem.size, project.group, expand.group) == (
+        "stem", 8, "project", "block.expand",
+    )  # fmt: skip
+    assert stem.mean == pytest.approx((1 + 0.25 + 0.5) / 3)
+    assert stem.spread == pytest.approx(math.sqrt((1 + 0.0625 + 0.25) / 3 - (1.75 / 3) ** 2))
+    assert project.mean == pytest.approx((1 + 1 + 0.25) / 3)
+    assert expand == Rate("block.expand", 8, 1.0, 0.0)
+    assert rates(structure, []) == []
+
+
+def test_layers_cost_what_is_left_of_them_in_the_mean(structure):
+    setup = fq.Setup(Tiny(), structure, torch.zeros(2, 1, 5, 5), (), 1, 0)
+    chosen = {0: kept(stem=2), 1: kept(), 2: kept(stem=2).leaving("*").owning("own", "*")}
+    found = {layer.layer: layer for layer in layer_costs(setup, chosen)}
+    names = ["stem", "alone", "project", "block.expand", "block.alone", "block.reduce", "out"]
+    assert list(found) == names
+    stem = found["stem"]  # 3x3 weights and a bias for each of 8 or 2 channels, at 3x3 places
+    assert (stem.whole_params, stem.params) == (80, pytest.approx((20 + 80 + 20) / 3))
+    assert (stem.whole_macs, stem.macs) == (648, pytest.approx((162 + 648 + 162) / 3))
+    assert found["project"].params == pytest.approx((2 * 4 + 4 + 8 * 4 + 4 + 2 * 4 + 4) / 3)
+    assert found["out"].params == found["out"].whole_params == 15
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_layers_together_cost_what_the_nets_do(structure, skips):
+    setup = fq.Setup(Tiny(), structure, torch.zeros(2, 1, 5, 5), (), 1, 0)
+    chosen = {0: kept(stem=3, expand=5), 1: kept(project=2), 2: kept(stem=7)}
+    if skips:
+        chosen[1] = chosen[1].skipping(*structure.blocks)
+    found = layer_costs(setup, chosen)
+    prices = [cost_of(setup, (subnet,)) for subnet in chosen.values()]
+    assert sum(layer.params for layer in found) == pytest.approx(sum(p.params for p in prices) / 3)
+    assert sum(layer.macs for layer in found) == pytest.approx(sum(p.macs for p in prices) / 3)
+    whole = cost_of(setup, (Subnet(),))
+    assert sum(layer.whole_params for layer in found) == whole.params
+    assert sum(layer.whole_macs for layer in found) == whole.macs
+    assert layer_costs(setup, {}) == []
+
+
+def test_normalisation_is_no_layer_and_all_weights_of_a_recurrent_one_are_one():
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4, batch_first=True)
+            self.hidden = nn.Linear(4, 6)
+            self.norm = nn.LayerNorm(6)
+            self.out = nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            states, _ = self.lstm(x)
+            return self.out(self.norm(self.hidden(states[:, -1]).relu()))
+
+    net, example = Reader(), torch.zeros(2, 5, 3)
+    structure = fq.Structure.trace(net, example, exclude=("lstm",))
+    setup = fq.Setup(net, structure, example, (), 1, 0)
+    lstm, hidden, out = layer_costs(setup, {0: Subnet.of({"hidden": [1, 4]})})
+    assert (lstm.layer, lstm.params, lstm.macs) == ("lstm", 4 * 4 * (3 + 4 + 2), 5 * 4 * 4 * 7)
+    assert (hidden.whole_params, hidden.params) == (30, 10)
+    assert (out.whole_macs, out.macs) == (12, 4)
+
+
+# how small they are, and what their labels are like
+
+
+def test_compression_is_the_share_of_parameters_of_nets_whose_labels_are_known(setup):
+    chosen = {4: Subnet.of({"0": [3]}), 1: setup.structure.subnet(0.5).leaving("*"), 2: Subnet()}
+    found = compressions(setup, chosen, {1: 0.25, 4: 0.75, 7: 0.5})
+    assert found == [Compression(1, 26 / 50, 0.25), Compression(4, 8 / 50, 0.75)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "divergences", "expected"),
+    [
+        ((0.5, 0.25, 0.75), (0.2, 0.3, 0.1), -1.0),
+        ((0.1, 0.2, 0.3, 0.4), (1.0, 3.0, 2.0, 5.0), 5.5 / math.sqrt(5 * 8.75)),
+        ((0.5, 0.5), (0.2, 0.3), None),
+        ((0.4, 0.5), (0.2, 0.2), None),
+        ((0.4,), (0.2,), None),
+        ((), (), None),
+    ],
+)
+def test_correlation_is_pearsons(shares, divergences, expected):
+    points = [Compression(0, s, d) for s, d in zip(shares, divergences, strict=True)]
+    found = correlation(points)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
 # what nets cost
 
 
@@ -141,7 +242,7 @@ def setup() -> fq.Setup:
 
 
 def trained(client: int, rounds: int) -> ClientScore:
-    return ClientScore(client, "", 0.5, rounds, 10.5, 42.0, 7.5, None)
+    return ClientScore(client, "", 0.5, rounds, 10.5, 42.0, 11.5, 7.5, None)
 
 
 def test_own_nets_cost_what_they_are_and_others_what_was_trained(setup):
@@ -159,3 +260,9 @@ def test_mean_costs_count_every_client_once():
     nets = [ClientNet(0, RICH, 1.0, 10.0, 4.0), ClientNet(1, POOR, 2.0, 40.0, 5.0)]
     assert mean_costs(nets) == {"params": 1.5, "macs": 25.0, "bytes": 4.5}
     assert mean_costs([]) == {}
+
+
+def test_mean_shares_are_of_the_whole_model(setup):
+    nets = [ClientNet(0, RICH, 25.0, 20.0, 100.0), ClientNet(1, POOR, 50.0, 40.0, 60.0)]
+    assert mean_shares(setup, nets) == {"params": 0.75, "macs": 0.75, "bytes": 0.4}
+    assert mean_shares(setup, []) == {}

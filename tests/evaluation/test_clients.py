@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,13 @@ import torch
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.evaluation.clients import client_scores, history, trained_shares
+from fedquilt.data.examples import as_examples
+from fedquilt.evaluation.clients import (
+    client_scores,
+    history,
+    label_divergences,
+    trained_shares,
+)
 from fedquilt.federation.client import Client
 from fedquilt.structure.budget import Budget
 
@@ -100,3 +107,34 @@ def test_the_plans_are_those_of_the_run(setup, method):
     fq.train(setup.model, setup.example, method, people, 6, seed=3, engine=Recording)
     planned = [[(t.client, t.subnets) for t in tasks] for tasks in history(slim, method)]
     assert planned == [tasks for tasks in seen if tasks][: len(planned)]
+
+
+def test_clients_that_choose_send_their_choice_and_receive_the_whole(setup):
+    own = {0: fq.Subnet.of({"0": [1, 6]}), 2: fq.Subnet.of({"0": [0, 2, 5]})}
+    scores = client_scores(setup, fq.ADDS(fraction=1.0), chosen=own)
+    assert [s.params_per_round for s in scores] == [params(n) for n in (2, 8, 3, 8)]
+    assert [s.bytes_per_round for s in scores] == [4 * params(n) for n in (2, 8, 3, 8)]
+    assert [s.params_received for s in scores] == [params(8)] * 4
+    assert [s.macs for s in scores] == [5 * 8] * 4  # it is the whole net that they train
+
+
+def test_before_they_chose_clients_sent_what_they_trained(setup):
+    method = fq.APFL(fraction=1.0, warm_up=0.5)  # by those that can afford the whole: 2 and 3
+    own = {i: fq.Subnet.of({"0": range(i + 1)}) for i in range(4)}
+    scores = client_scores(setup, method, chosen=own)
+    searched = params(8)  # one round, in which the whole net is received
+    assert [s.rounds for s in scores] == [7, 7, 10, 10]
+    for score, warm_up in zip(scores, (0, 0, 3, 3), strict=True):
+        trained = 6 * params(score.client + 1) + warm_up * params(8)
+        assert score.params_received * score.rounds == pytest.approx(trained + searched)
+
+
+def test_labels_are_compared_with_all_classes_alike(setup):
+    def held(*labels: int):
+        return as_examples((torch.zeros(len(labels), 3), torch.tensor(labels)))
+
+    found = label_divergences(setup, {4: held(0, 1, 1, 0), 1: held(1, 1, 1)})
+    one_of_two = (
+        math.log2(1 / 0.75) + 0.5 * math.log2(0.5 / 0.25) + 0.5 * math.log2(0.5 / 0.75)
+    ) / 2
+    assert found == {4: 0.0, 1: pytest.approx(one_of_two)}

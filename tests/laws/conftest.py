@@ -36,6 +36,7 @@ METHODS: dict[str, Method] = {
     "apfl inherit": fq.APFL(
         OPTIMISER, warm_up=0.5, ratio=0.3, by_group=True, inherit=True, whole=("features.0",)
     ),
+    "centralised": fq.Centralised(OPTIMISER),
     "depthfl": fq.DepthFL(OPTIMISER, fraction=0.8, at=EXITS),
     "depthfl feddyn": fq.DepthFL(OPTIMISER, fraction=1.0, at=EXITS, feddyn=0.1),
     "depthfl last": fq.DepthFL(OPTIMISER, fraction=1.0, at=EXITS, only_last=True),
@@ -63,6 +64,7 @@ METHODS: dict[str, Method] = {
         step_start="ode",
         assignment="fixed",
     ),
+    "pfedme": fq.PFedMe(OPTIMISER, fraction=0.8, steps=2),
     "sheterofl": fq.SHeteroFL(OPTIMISER, fraction=0.8),
     "sheterofl tracked": fq.SHeteroFL(OPTIMISER, statistics="tracked"),
     "splitmix": fq.SplitMix(OPTIMISER, fraction=0.6, base=0.25, together=False),
@@ -70,6 +72,7 @@ METHODS: dict[str, Method] = {
     "splitmix post": fq.SplitMix(OPTIMISER, base=0.25, statistics="post", together=False),
     "splitmix local": fq.SplitMix(OPTIMISER, base=0.25, statistics="local", together=False),
     "splitmix robust": fq.SplitMix(OPTIMISER, base=0.25, robust=True, steps=2),
+    "stc": fq.STC(OPTIMISER, fraction=0.8, sparsity_up=0.05, sparsity_down=0.1),
 }
 
 
@@ -175,13 +178,29 @@ class Case:
         return self.method.plan(self.setup, state, chosen)
 
     def updates(self, state: State, clients: Sequence[Client] | None = None) -> list[Update]:
-        return self.done(self.tasks(state, clients))
+        """What comes back, as it is merged."""
+        came = self.done(self.tasks(state, clients))
+        return [self.method.opened(self.setup, state, update) for update in came]
 
     def done(self, tasks: list[Task]) -> list[Update]:
         with self.engine() as engine:
             found = list(engine.run(tasks))
         assert all(isinstance(u, Update) for u in found), found
         return found
+
+    @property
+    def merges_changes(self) -> bool:
+        """Whether changes of weights are merged, of which the server may hold some back."""
+        return isinstance(self.method, fq.STC)
+
+    def told(self, state: State, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What is merged for these tensors of a client: themselves, or how they have changed."""
+        if not self.merges_changes:
+            return tensors
+        return {
+            name: tensor - state.params[name] if tensor.is_floating_point() else tensor
+            for name, tensor in tensors.items()
+        }
 
     def merge(self, state: State, updates: Sequence[Update]) -> dict[str, Tensor]:
         return dict(self.method.merge(self.setup, state, iter(updates)).params)

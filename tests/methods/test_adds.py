@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,11 @@ def method(optimiser):
     return fq.ADDS(optimiser, fraction=1.0, share=0.6, share_lr=0.05)
 
 
-def test_the_whole_net_goes_down_and_only_the_chosen_part_comes_back(world, method, traffic):
+@pytest.mark.parametrize("importance", ["slimming", "lrp"])
+def test_the_whole_net_goes_down_and_only_the_chosen_part_comes_back(
+    world, method, traffic, importance
+):
+    method = replace(method, importance=importance)
     world = world.prepared(method)
     tasks = method.plan(world.setup, world.start(method), world.setup.clients)
     whole = num_bytes(world.setup, fq.Subnet())
@@ -79,6 +84,7 @@ def test_sampling_gets_harder_from_round_to_round(world, optimiser):
         ({"softness": 0.0}, "got 0.0 and 0.98"),
         ({"sharpening": 1.5}, "got 1.0 and 1.5"),
         ({"validation": 1.0}, "got 1.0"),
+        ({"importance": "LRP"}, "importance 'LRP' is not known"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, words):
@@ -103,6 +109,46 @@ def test_a_model_without_channels_to_sample_is_refused(world, method):
     setup = Setup(net, fq.Structure.trace(net, example), example, world.setup.clients, 1, 0)
     with pytest.raises(ConfigError, match="no channels of this model can be sampled"):
         method.prepared(setup)
+
+
+def test_rounds_by_relevance_have_the_same_bits_each_time(world, method, same):
+    method = replace(method, importance="lrp")
+    world = world.prepared(method)
+    state = world.start(method)
+    ends = [world.round(method, world.round(method, state)) for _ in range(2)]
+    assert same(ends[0].params, ends[1].params)
+    assert ends[0].chosen == ends[1].chosen
+    other = replace(method, importance="slimming")
+    assert not same(ends[0].params, world.round(other, world.round(other, state)).params)
+
+
+class Above(nn.Module):
+    """Between its hidden channels and its answers is something that relevance has no rule for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 6), nn.Linear(6, 5)
+        self.lstm = nn.LSTM(5, 3, batch_first=True)
+        self.classifier = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.classifier(self.lstm(self.down(self.up(x).relu()))[0][:, -1])
+
+
+def test_a_model_that_relevance_cannot_be_followed_through_is_refused_before_a_run(world, method):
+    net, example = Above(), torch.zeros(2, 3, 5)
+    structure = fq.Structure.trace(net, example, exclude=["lstm"])
+    setup = Setup(net, structure, example, world.setup.clients, 1, 0)
+    assert method.prepared(setup)
+    with pytest.raises(ConfigError, match="through 'lstm' of module 'lstm': there is no rule"):
+        replace(method, importance="lrp").prepared(setup)
+
+
+def test_without_captum_only_relevance_is_refused(world, method, monkeypatch):
+    monkeypatch.setitem(sys.modules, "captum.attr", None)
+    assert world.prepared(method)
+    with pytest.raises(ConfigError, match=r"pip install 'fedquilt\[lrp\]'"):
+        world.prepared(replace(method, importance="lrp"))
 
 
 def test_a_run_ends_with_one_model_and_a_net_for_every_client(world, method, tmp_path):

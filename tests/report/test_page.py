@@ -13,14 +13,18 @@ from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.architectures import (
     Architecture,
     ClientNet,
+    Compression,
     Distance,
     Distances,
+    LayerCost,
+    Rate,
     mean_costs,
 )
 from fedquilt.evaluation.clients import ClientScore
+from fedquilt.evaluation.targets import Reached
 from fedquilt.report import figures
 from fedquilt.report.page import Story, write
-from fedquilt.report.records import Milestone
+from fedquilt.report.records import LocalTest, Milestone
 from fedquilt.structure.budget import Budget
 
 
@@ -35,7 +39,9 @@ SCORES = [
     for dial in (0.0, 1.0)
     for w in (1.0, 0.5)
 ]
-CLIENTS = [ClientScore(i, "ab"[i % 2], 0.5, 3, 1e6 * i, 4e6 * i, 2e6, 0.1 * i) for i in range(4)]
+CLIENTS = [
+    ClientScore(i, "ab"[i % 2], 0.5, 3, 1e6 * i, 4e6 * i, 3e6, 2e6, 0.1 * i) for i in range(4)
+]
 POOR, RICH = Budget(0.25), Budget(params=2_200_000, macs=88_000_000)
 
 
@@ -145,6 +151,8 @@ def test_a_grid_without_budgets_has_clients_in_their_order():
     (grid,) = figures.by_layer("x", others, None)
     assert (grid.columns, grid.bands, grid.caption) == (("3", "2", "1", "0"), (), "")
     assert figures.by_layer("x", [], None) == []
+    whole = [architecture(i, POOR, 1.0, 1.0) for i in range(3)]  # nothing to be seen
+    assert figures.by_layer("x", whole, None) == []
 
 
 def test_bars_of_costs_are_means_over_all_and_over_every_budget():
@@ -157,6 +165,74 @@ def test_bars_of_costs_are_means_over_all_and_over_every_budget():
     assert upload.caption == "In the mean over clients: x 8.00 MB, y 6.00 MB."
     assert figures.by_cost({"x": NETS[:1]})[0].places == ("all clients",)
     assert figures.by_cost({"x": []}) == []
+
+
+def test_accuracy_against_rounds_has_a_picture_of_own_models_where_they_were_tested():
+    def at(round: int, accuracy: float | None, user: float | None = None) -> Milestone:
+        shown = replace(score(1.0, 0.9), accuracy=accuracy, user_accuracy=user)
+        return Milestone(round, "train", 0.0, 0, shown)
+
+    runs = {"x": [at(2, 0.25, 0.75), at(4, 0.5)], "y": [at(3, None, 0.125), at(4, None)]}
+    local = {"x": [LocalTest(1, "train", 0.75, 3), LocalTest(2, "train", 0.875, 3)], "y": []}
+    shared, own = figures.by_round(runs, local)
+    assert shared.curves == {"x": [(2, 25.0), (4, 50.0)], "y": [(3, 12.5)]}  # of held-out data
+    assert own.curves == {"x": [(1, 75.0), (2, 87.5)], "y": []}
+    assert figures.by_round(runs, {"x": [], "y": []}) == [shared]
+    assert figures.by_round({"x": []}, {}) == []
+
+
+def test_accuracies_of_own_models_are_told_one_by_one_and_in_the_mean():
+    (picture,) = figures.by_density({"x": {0: 0.25, 7: 0.75, 3: 0.5}, "y": {1: 1.0}, "z": {}})
+    assert picture.values == {"x": [25.0, 75.0, 50.0], "y": [100.0]}
+    assert picture.caption.endswith(": x 50.0% ± 20.4%, y 100.0% ± 0.0%.")
+    assert figures.by_density({"x": {}}) == []
+
+
+RATES = [Rate("conv", 8, 0.75, 0.125), Rate("hidden", 100, 0.5, 0.0)]
+LAYERS = [LayerCost("conv", 100, 50.0, 4000, 1000.0), LayerCost("out", 900, 90.0, 2000, 500.0)]
+
+
+def test_rates_have_bars_with_their_spread():
+    (bars,) = figures.by_rate("x", RATES)
+    assert bars.places == ("conv", "hidden")
+    assert list(bars.series.values()) == [[75.0, 50.0]]
+    assert bars.series.keys() == bars.spread.keys()
+    assert list(bars.spread.values()) == [[12.5, 0.0]]
+    assert figures.by_rate("x", []) == figures.by_rate("x", [Rate("conv", 8, 1.0, 0.0)]) == []
+
+
+def test_layers_have_bars_of_the_supernet_and_of_clients_nets():
+    params, macs = figures.by_layer_cost("x", LAYERS)
+    assert params.places == macs.places == ("conv", "out")
+    assert [*params.series.values()] == [[1e-4, 9e-4], [5e-5, 9e-5]]
+    assert [*macs.series.values()] == [[4e-3, 2e-3], [1e-3, 5e-4]]
+    assert params.caption == "All together: 140 of 1.00 k."
+    assert macs.caption == "All together: 1.50 k of 6.00 k."
+    whole = [LayerCost("conv", 100, 100.0, 4000, 4000.0)]
+    assert figures.by_layer_cost("x", []) == figures.by_layer_cost("x", whole) == []
+
+
+SMALL = [Compression(0, 0.5, 0.25), Compression(1, 0.25, 0.5), Compression(2, 0.125, 0.75)]
+
+
+def test_compression_against_divergence_has_a_point_for_a_client_and_its_correlation():
+    uniform = [Compression(0, 1.0, 0.25), Compression(1, 1.0, 0.5)]
+    (points,) = figures.by_divergence({"x": SMALL, "whole": uniform, "nobody": []})
+    assert points.curves == {"x": [(0.25, 50.0), (0.5, 25.0), (0.75, 12.5)]}
+    assert not points.is_joined
+    assert points.caption == "Correlation: x -0.98 over 3 clients."
+    assert figures.by_divergence({"whole": uniform, "nobody": []}) == []
+
+
+def test_bars_of_many_places_grow(tmp_path):
+    def drawn(count: int) -> int:
+        rates = [Rate(f"group {i}", 8, 0.5, 0.1) for i in range(count)]
+        (bars,) = figures.by_rate("x", rates)
+        figures.draw(bars, tmp_path / "bars.png")
+        return size_of(tmp_path / "bars.png")[0]
+
+    few, many = drawn(8), drawn(60)
+    assert few < 60 * 20 < many  # pixels for a name that stands upright
 
 
 def size_of(path) -> tuple[int, int]:
@@ -181,9 +257,9 @@ def test_the_page_is_whole_and_the_data_beside_it(tmp_path):
     page = write(tmp_path / "out", [story("one"), story("two")])
     text = page.read_text()
     pictures = sorted(page.parent.glob("*.png"))
-    assert len(pictures) == 8
+    assert len(pictures) == 9
     assert all(p.read_bytes()[:4] == b"\x89PNG" and p.stat().st_size > 5000 for p in pictures)
-    assert len(re.findall(r'src="data:image/png;base64,', text)) == 8
+    assert len(re.findall(r'src="data:image/png;base64,', text)) == 9
     assert not re.search("https?:", text)  # nothing from elsewhere
     assert "&lt;b&gt;" in text  # names are escaped
     data = json.loads((page.parent / "report.json").read_text())
@@ -208,7 +284,7 @@ def test_own_nets_are_drawn_with_their_distances_below(tmp_path):
     page = write(tmp_path, [told, story("other")])
     names = {p.name.partition("-")[2] for p in tmp_path.glob("*.png")}
     assert {"architectures-of-x-y.png", "parameters-of-clients-nets.png"} < names
-    assert len(names) == 8 + 3 + 1
+    assert len(names) == 9 + 3 + 1
     text = page.read_text()
     after = text[text.index('alt="Architectures of x &lt; y"') :]
     assert re.search(r'">\n<p>Mean L2 distance .* 7\.0 channels.*</p>', after)
@@ -221,3 +297,97 @@ def test_own_nets_are_drawn_with_their_distances_below(tmp_path):
     assert found["mean_costs"] == {"params": 2e6, "macs": 4e6, "bytes": 8e6}
     assert [m["bytes"] for m in data["other"]["progress"]] == [1_000_000, 2_500_000]
     assert data["other"]["architectures"] == data["other"]["nets"] == []
+
+
+def cells(text: str, title: str) -> list[list[str]]:
+    """The table below a heading, row by row."""
+    table = text[text.index(f"<h3>{title}") :].partition("</table>")[0]
+    rows = table.partition("<table>")[2].split("</tr>")[:-1]
+    return [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in rows]
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures take long, and tables are not in them."""
+    monkeypatch.setattr(figures, "draw", lambda figure, path: path.touch())
+
+
+def test_rounds_to_targets_are_a_table_with_speed_ups(tmp_path, undrawn):
+    tests = [LocalTest(1, "train", 0.5, 2)]
+    first = replace(
+        story("fedavg"),
+        local_tests=tests,
+        targets=[Reached(0.4, 41, 30), Reached(0.45, 78, None)],
+    )
+    second = replace(
+        story("a & b"),
+        local_tests=tests,
+        targets=[Reached(0.4, 34, 15, 41 / 34, 2.0), Reached(0.45, None, 9)],
+    )
+    third = replace(story("untested"), targets=[Reached(0.4, 54, None, 41 / 54), Reached(0.45, 1)])
+    page = write(tmp_path, [first, second, third])
+    assert cells(page.read_text(), "Rounds to an accuracy") == [
+        ["", "40.0%", "45.0%", "own models 40.0%", "own models 45.0%"],
+        ["fedavg", "41", "78", "30", "—"],
+        ["a &amp; b", "34 (1.21 ×)", "—", "15 (2.00 ×)", "9"],
+        ["untested", "54 (0.76 ×)", "1", "", ""],
+    ]
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["a & b"]["targets"][0] == {
+        "target": 0.4,
+        "rounds": 34,
+        "local_rounds": 15,
+        "speed_up": 41 / 34,
+        "local_speed_up": 2.0,
+    }
+    alone = write(tmp_path, [replace(third, targets=third.targets[:1])]).read_text()
+    assert cells(alone, "Rounds to an accuracy")[0] == ["", "40.0%"]
+    assert "Rounds to an accuracy" not in write(tmp_path, [story("x")]).read_text()
+
+
+def test_means_over_clients_are_a_table_of_runs(tmp_path, undrawn):
+    told = replace(
+        story("x"),
+        local={3: 0.5, 4: 0.75},
+        mean_costs={"params": 2_500_000.0, "macs": 980.25, "bytes": 1e7},
+        mean_shares={"params": 0.125, "macs": 1.0, "bytes": 0.125},
+        traffic={"up": 9_000_000.0, "down": 500.0},
+    )
+    bare = replace(told, name="y", local={}, traffic={}, scores=[replace(SCORES[0], accuracy=None)])
+    rows = cells(write(tmp_path, [told, story("z"), bare]).read_text(), "In the mean over clients")
+    assert [row[0] for row in rows] == ["", "x", "y"]
+    assert rows[1][1:] == ["10.0%", "62.5%", "2.50 M (12.5%)", "980.2 (100.0%)", "9.00 MB", "500 B"]
+    assert rows[2][1:3] == ["90.0%", "-"]
+    assert rows[2][-2:] == ["-", "-"]
+
+
+def test_own_models_and_sampled_nets_are_drawn_and_their_data_beside(tmp_path):
+    told = Story(
+        "x",
+        {},
+        [score(1.0, 0.5)],
+        rates=RATES,
+        layers=LAYERS,
+        compressions=SMALL,
+        correlation=-0.98,
+        local_tests=[LocalTest(1, "train", 0.5, 2), LocalTest(2, "train", 0.75, 2)],
+        local={0: 0.5, 1: 1.0, 2: 0.75},
+    )
+    write(tmp_path, [told])
+    names = {p.name.partition("-")[2] for p in tmp_path.glob("*.png")}
+    assert {
+        "accuracy-of-clients-own-models-against-rounds.png",
+        "clients-own-models-each-on-its-own-test-data.png",
+        "compression-against-the-divergence-of-labels.png",
+        "sampling-rates-of-x.png",
+        "parameters-by-layer-of-x.png",
+        "macs-by-layer-of-x.png",
+    } < names
+    assert len(names) == 3 + 6
+    found = json.loads((tmp_path / "report.json").read_text())["x"]
+    assert found["rates"][0] == {"group": "conv", "size": 8, "mean": 0.75, "spread": 0.125}
+    assert found["layers"][1]["whole_params"] == 900
+    assert found["compressions"][2] == {"client": 2, "share": 0.125, "divergence": 0.75}
+    assert found["correlation"] == -0.98
+    assert found["local"] == {"0": 0.5, "1": 1.0, "2": 0.75}
+    assert [test["accuracy"] for test in found["local_tests"]] == [0.5, 0.75]

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.federation.client import Failure
-from fedquilt.report.progress import Seen, Watch, picture
+from fedquilt.report.progress import Seen, Watch, picture, sentence
 from fedquilt.runs.loop import ClientDone, ClientProgress, Evaluated, RoundDone, RoundStarted
 
 SCORES = (
@@ -42,6 +42,17 @@ def test_plain_lines_are_one_per_round_evaluation_and_failure():
         "round 1/10: loss 0.5000, 1 clients, 1 failed, 1.5 s",
         "round 1/10: accuracy 90.0% at 1, 80.0% at 0.5",
     ]
+
+
+def test_own_models_are_told_where_they_were_tested():
+    tested = RoundDone(1, "train", 0.5, 2, (), 10, 10, 1.5, {4: 0.5, 7: 0.75})
+    assert sentence(tested, 10) == ("round 1/10: loss 0.5000, own models 62.5%, 2 clients, 1.5 s")
+    seen = Seen(10)
+    for event in (RoundStarted(1, "train", 2, 10), tested):
+        seen.note(event)
+    assert "own models 62.5%" in shown(seen)
+    seen.note(RoundDone(2, "search", None, 2, (), 10, 10, 1.5))
+    assert "own models" not in shown(seen)
 
 
 def test_long_lines_are_not_broken():

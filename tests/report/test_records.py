@@ -5,11 +5,17 @@ from dataclasses import asdict, replace
 
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.report.records import (
+    LocalTest,
     Milestone,
     accuracy_of,
     bytes_to_reach,
     final_scores,
+    global_accuracy,
+    in_last_phase,
+    last_local,
+    local_tests,
     milestones,
+    traffic,
 )
 
 SCORE = SizeScore(1.0, 100, 1000, 0.9, None, 0.3, 50)
@@ -28,6 +34,7 @@ def test_final_scores_are_the_last_that_are_final(tmp_path):
 def test_without_records_there_are_no_scores(tmp_path):
     assert final_scores(tmp_path) == ()
     assert list(milestones(tmp_path)) == []
+    assert (local_tests(tmp_path), last_local(tmp_path), traffic(tmp_path)) == ([], {}, {})
 
 
 def recorded(folder, *records, timing=()):
@@ -79,3 +86,36 @@ def test_the_bytes_to_reach_an_accuracy_are_those_of_the_first_evaluation_with_i
 def test_accuracy_is_that_of_users_where_it_is_known():
     assert accuracy_of(replace(SCORE, user_accuracy=0.7)) == 0.7
     assert accuracy_of(SCORE) == 0.9
+
+
+def test_global_accuracy_is_that_of_users_only_where_there_is_no_other():
+    assert global_accuracy(replace(SCORE, user_accuracy=0.7)) == 0.9
+    assert global_accuracy(replace(SCORE, accuracy=None, user_accuracy=0.7)) == 0.7
+
+
+def test_own_models_have_a_mean_for_every_round_and_a_last_time_for_every_client(tmp_path):
+    recorded(
+        tmp_path,
+        {**done(1, "warm-up", 10, 1), "local": {"2": 0.25, "10": 0.75}},
+        evaluated(1, SCORE),
+        done(2, "search", 10, 1),  # of a version that knew of no tests
+        {**done(3, "train", 10, 1), "local": {}},
+        {**done(4, "train", 10, 1), "local": {"10": 0.5, "3": 1.0, "4": 0.0}},
+    )
+    tests = local_tests(tmp_path)
+    assert tests == [LocalTest(1, "warm-up", 0.5, 2), LocalTest(4, "train", 0.5, 3)]
+    assert last_local(tmp_path) == {2: 0.25, 3: 1.0, 4: 0.0, 10: 0.5}
+    assert list(last_local(tmp_path)) == [2, 3, 4, 10]
+    assert in_last_phase(tests) == tests[1:]
+    assert in_last_phase([]) == []
+
+
+def test_traffic_is_the_mean_over_those_who_were_asked_and_who_answered(tmp_path):
+    recorded(
+        tmp_path,
+        {**done(1, "search", 9000, 9000), "num_clients": 3, "failures": []},
+        {**done(2, "train", 120, 30), "num_clients": 2, "failures": [{"client": 1}]},
+        {**done(3, "train", 80, 10), "num_clients": 2, "failures": []},
+        evaluated(3, SCORE, closing=5000),
+    )
+    assert traffic(tmp_path) == {"up": 40 / 4, "down": 200 / 5}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.report.stories import told
+from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.targets import Reached
+from fedquilt.report.page import Story
+from fedquilt.report.records import LocalTest, Milestone
+from fedquilt.report.stories import compared, told
 from fedquilt.structure.subnet import Subnet
 
 BUDGETS = (1.0, 1.0, 0.5)
@@ -27,7 +32,7 @@ def people():
 
 def trained(folder, people, method):
     net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
-    pace = fq.Pace(evaluate_every=1)
+    pace = fq.Pace(evaluate_every=1, test_locally=True)
     return fq.train(net, torch.zeros(2, 3), method, people, 3, workers=0, out=folder, pace=pace)
 
 
@@ -60,3 +65,58 @@ def test_where_nobody_chose_nets_are_what_was_trained(tmp_path, people):
     assert (story.architectures, story.distances) == ([], None)
     assert [net.params for net in story.nets] == [6 * n + 2 for n in (8, 8, 4)]
     assert [net.budget.width for net in story.nets] == list(BUDGETS)
+
+
+def test_shares_and_rates_and_layers_are_those_of_chosen_nets(tmp_path, people):
+    story = told("x", trained(tmp_path, people, fq.FedPA(subnets=NETS)), people, workers=0)
+    assert story.mean_shares["params"] == pytest.approx(sum(PARAMS) / 3 / 50)
+    (rate,) = story.rates
+    assert (rate.group, rate.size, rate.mean) == ("0", 8, pytest.approx((3 + 8 + 2) / 24))
+    assert [layer.layer for layer in story.layers] == ["0", "2"]
+    assert sum(layer.params for layer in story.layers) == pytest.approx(sum(PARAMS) / 3)
+    assert [p.share for p in story.compressions] == [n / 50 for n in PARAMS]
+    assert [p.divergence for p in story.compressions] == [0.0] * 3  # as many of one as of the other
+    assert story.correlation is None
+    assert story.traffic == {"up": 4 * sum(PARAMS) / 3, "down": 4 * sum(PARAMS) / 3}
+
+
+def test_labels_that_differ_are_held_against_the_sizes_of_nets(tmp_path):
+    x = torch.rand(30, 3)
+    labels = [torch.arange(10) % 2, torch.zeros(10).long(), (torch.arange(10) < 2).long()]
+    parts = [(x[i::3], y) for i, y in enumerate(labels)]
+    people = fq.clients(parts, test=parts, budgets=BUDGETS)
+    story = told("x", trained(tmp_path, people, fq.FedPA(subnets=NETS)), people, workers=0)
+    even, one, few = (p.divergence for p in story.compressions)
+    assert even == 0 < few < one < 1
+    assert -1 < story.correlation < 1
+
+
+def test_own_models_are_told_round_by_round_and_client_by_client(tmp_path, people):
+    run = trained(tmp_path, people, fq.standalone())
+    story = told("x", run)
+    assert [(t.round, t.clients) for t in story.local_tests] == [(1, 3), (2, 3), (3, 3)]
+    assert sum(story.local.values()) / 3 == pytest.approx(story.local_tests[-1].accuracy)
+    assert story.local_tests[-1].accuracy == pytest.approx(run.scores[0].user_accuracy)
+    assert (story.rates, story.layers, story.compressions) == ([], [], ())
+
+
+def progress(*accuracies: float, phase: str = "train", first: int = 1) -> list[Milestone]:
+    score = SizeScore(1.0, 1, 1, None, None, None, 1)
+    return [
+        Milestone(round, phase, 0.0, 0, replace(score, accuracy=a, user_accuracy=1.0))
+        for round, a in enumerate(accuracies, start=first)
+    ]
+
+
+def test_rounds_to_targets_are_compared_with_the_first_run():
+    slow = Story("slow", {}, (), progress(0.1, 0.2, 0.5, 0.5, 0.6))
+    warm = [*progress(0.9, phase="warm-up"), *progress(0.2, 0.7, first=2)]  # another net's 0.9
+    own = [LocalTest(1, "warm-up", 0.9, 3), LocalTest(2, "train", 0.6, 3)]
+    fast = Story("fast", {}, (), warm, local_tests=own)
+    found = compared([slow, fast, Story("silent", {}, ())], [0.5, 0.65])
+    assert [story.targets for story in found] == [
+        [Reached(0.5, 3), Reached(0.65, None)],
+        [Reached(0.5, 3, 2, 1.0), Reached(0.65, 3)],
+        [Reached(0.5, None), Reached(0.65, None)],
+    ]
+    assert [story.targets for story in compared([slow], [])] == [[]]

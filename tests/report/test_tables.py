@@ -48,3 +48,9 @@ def test_robustness_is_shown_where_there_is_a_dial_or_an_attack():
 def test_user_accuracy_is_shown_only_where_it_says_something_else():
     assert "user" not in shown([{**ROW, "user_accuracy": 0.5}])
     assert "user" in shown([{**ROW, "user_accuracy": 0.75}])
+
+
+def test_perplexity_is_shown_where_there_is_one():
+    assert "perplexity" not in shown([{**ROW, "perplexity": None}])
+    text = shown([{**ROW, "perplexity": 1234.56}, {**ROW, "perplexity": None}])
+    assert "1,234.6" in text

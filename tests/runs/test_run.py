@@ -306,3 +306,110 @@ def test_limits_choose_the_widest_size_that_was_trained(train):
     small = run.customize(params=limit)
     assert small.fedquilt_width == sizes[1]
     assert run.customize().fedquilt_width == sizes[0]
+
+
+# clients that test their own models
+
+TESTING = Pace(evaluate_every=2, checkpoint_every=2, test_locally=True)
+
+
+def without_local(folder):
+    return [{n: v for n, v in r.items() if n != "local"} for r in records(folder)]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        fq.HeteroFL(STEPS, fraction=0.5),
+        fq.standalone(STEPS, fraction=0.5),
+        fq.lg_fedavg(STEPS, fraction=0.5),
+        fq.ADDS(STEPS, fraction=0.5, share=0.7, share_lr=0.1),
+        fq.fed_uniform(STEPS, fraction=0.5),
+        fq.SplitMix(STEPS, fraction=0.5, base=0.5, statistics="local", together=False),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_that_clients_test_their_models_changes_nothing_else(train, tree, tmp_path, method):
+    found = []
+    for name, pace in (("plain", replace(TESTING, test_locally=False)), ("tested", TESTING)):
+        train(tmp_path / name, method=method, pace=pace)
+        files = tree(tmp_path / name)
+        files.pop("metrics.jsonl")
+        found.append((files, without_local(tmp_path / name)))
+    assert found[0] == found[1]
+    rounds = [r for r in records(tmp_path / "tested") if "scores" not in r]
+    assert [len(r["local"]) for r in rounds] == [2] * 5
+    assert all(0 <= share <= 1 for r in rounds for share in r["local"].values())
+    assert not any(r.get("local") for r in records(tmp_path / "plain"))
+
+
+def test_the_only_clients_own_model_is_the_global_one(train, people):
+    """Their mean is itself, so that before and after are the same."""
+    alone = replace(
+        people, clients=people.clients[:1], test={0: people.test[0], -1: people.test[-1]}
+    )
+    events = []
+    train(
+        method=fq.FedAvg(STEPS, fraction=1.0),
+        clients=alone,
+        pace=Pace(evaluate_every=1, test_locally=True),
+        watch=events.append,
+    )
+    local = [dict(e.local) for e in events if isinstance(e, RoundDone)]
+    shared = [{0: e.scores[0].user_accuracy} for e in events if isinstance(e, Evaluated)]
+    assert local == shared
+    assert len({found[0] for found in local}) > 1
+
+
+def test_models_that_are_never_merged_are_as_good_afterwards(train, people):
+    events = []
+    run = train(method=fq.standalone(STEPS), pace=TESTING, watch=events.append)
+    *_, last = (e for e in events if isinstance(e, RoundDone))
+    assert set(last.local) == {0, 1, 2, 3}
+    assert last.local_accuracy == pytest.approx(run.scores[0].user_accuracy)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_own_models_are_tested_alike_by_any_number_of_workers(train, tmp_path, workers):
+    for count in (0, workers):
+        train(tmp_path / str(count), pace=TESTING, workers=count)
+    found = [(tmp_path / str(n) / "metrics.jsonl").read_bytes() for n in (0, workers)]
+    assert found[0] == found[1]
+    assert b'"local": {"' in found[0]
+
+
+def test_own_models_are_tested_alike_in_a_resumed_run(train, interrupting, tree, tmp_path):
+    train(tmp_path / "whole", pace=TESTING)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut", pace=TESTING, watch=interrupting(ClientDone, 2 * 3 + 4 + 1))
+    train(tmp_path / "cut", pace=TESTING, resume=True)
+    assert tree(tmp_path / "cut") == tree(tmp_path / "whole")
+
+
+def test_only_clients_with_test_data_are_asked_and_only_where_models_are_trained(
+    train, traced, people
+):
+    asked = []
+
+    class Listening(LocalEngine):
+        def run(self, tasks):
+            asked.extend((t.client, type(t.recipe).__name__) for t in tasks)
+            return super().run(tasks)
+
+    run = train(rounds=2, method=fq.HeteroFL(STEPS, fraction=1.0))
+    some = replace(people, test={1: people.test[1]})
+    events = []
+    with Listening(*traced, some.data, workers=0) as engine:
+        Loop(
+            run.setup,
+            run.method,
+            engine,
+            some.held_out,
+            some.testers,
+            pace=replace(TESTING, evaluate_every=0),
+            watch=events.append,
+        ).run()
+    round = [(c, "Tested" if c == 1 else "SGD") for c in range(4)]
+    closing = [(c, "Statistics") for c in range(4)]
+    assert asked == [*round, *round, *closing, (1, "Evaluate")]
+    assert [set(e.local) for e in events if isinstance(e, RoundDone)] == [{1}, {1}]

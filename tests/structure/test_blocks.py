@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.customize.export import export
-from fedquilt.customize.structured import as_values, from_values
 from fedquilt.errors import StructureError
 from fedquilt.federation.average import average
 from fedquilt.federation.client import Update
@@ -30,6 +29,7 @@ from fedquilt.structure.cut import build, take
 from fedquilt.structure.groups import STEPS, Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
+from fedquilt.structure.values import as_values, from_values
 from fedquilt.training.recipe import Workbench
 
 from .nets import IMAGE, VECTOR, ZOO, inputs_for, plain_cnn, roughened

@@ -1,6 +1,7 @@
 """Costs are computed without training; here they are counted by hand or measured for real."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from fedquilt.errors import BudgetError
 from fedquilt.models import make
+from fedquilt.models.adds import TextLSTM
 from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cost import Ledger, cost
 from fedquilt.structure.cut import build
@@ -123,3 +125,34 @@ def test_a_budget_that_nothing_meets_names_the_smallest_cost(net):
 def test_budgets_that_make_no_sense_are_refused(wrong):
     with pytest.raises(BudgetError, match="got"):
         Budget(**wrong)
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": False, "every_position": True}])
+def test_macs_of_a_recurrent_net_grow_by_the_same_with_every_token(options):
+    model = TextLSTM(5, embedding=3, hidden=4, head=6, **options)
+    structure = Structure.trace(model, torch.zeros(1, 3, dtype=torch.int64))
+    directions, positions = (2, 1) if not options else (1, 21)
+    gates = 4 * 4 * (3 + 4) + 4 * 4 * (4 * directions + 4)  # of both layers, at each token
+    expected = 21 * directions * gates + positions * (4 * directions * 6 + 6 * 5)
+    text = torch.zeros(1, 21, dtype=torch.int64)
+    found = cost(model, structure, structure.subnet(1.0), text)
+    assert found.macs == expected
+    assert cost(model, structure, structure.subnet(1.0), text, memory=False) == replace(
+        found, memory=0
+    )
+
+
+def test_a_recurrent_net_of_one_length_is_counted_on_it():
+    class FixedLength(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.lstm = nn.Embedding(5, 3), nn.LSTM(3, 4, batch_first=True)
+            self.out = nn.Linear(12 * 4, 2)
+
+        def forward(self, tokens):
+            return self.out(self.lstm(self.embedding(tokens))[0].flatten(1))
+
+    text = torch.zeros(1, 12, dtype=torch.int64)
+    structure = Structure.trace(FixedLength(), text)
+    found = cost(FixedLength(), structure, structure.subnet(1.0), text, memory=False)
+    assert found.macs == 12 * 4 * 4 * (3 + 4) + 12 * 4 * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +12,10 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.data.examples import as_examples
+from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Task, seed_of
 from fedquilt.structure.trace import named_tensors
+from fedquilt.training import bilevel
 from fedquilt.training.bilevel import SHARES, Bilevel
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.sampling import divergence, rates
@@ -174,8 +177,10 @@ def test_the_weight_of_the_shares_follows_the_labels(bench):
     assert recipe().penalty(skewed, 3) == pytest.approx(0.5 + divergence(np.array([4, 1, 0])))
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_does_not(bench):
-    one, two, other = (done(bench, recipe(), seed=s)[0] for s in (5, 5, 6))
+@pytest.mark.parametrize("importance", ["slimming", "lrp"])
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(bench, importance):
+    settings = recipe(importance=importance)
+    one, two, other = (done(bench, settings, seed=s)[0] for s in (5, 5, 6))
     assert one.subnets == two.subnets
     assert all(one.params[0][n].equal(two.params[0][n]) for n in one.params[0])
     assert one.metrics == two.metrics != other.metrics
@@ -185,3 +190,75 @@ def test_modules_are_left_without_gates(bench):
     done(bench, recipe())
     module = bench.module(fq.Subnet(), named_tensors(bench.model))
     assert not any(layer._forward_pre_hooks for layer in list(module.modules())[1:])
+
+
+def test_relevance_finds_the_channels_that_matter_where_scales_and_activations_do_not(traced):
+    net, structure = copy.deepcopy(traced[0]), traced[1]
+    with torch.no_grad():  # the widest scales and the largest activations lead nowhere
+        net.hidden.weight.view(8, 6, 4)[:, [1, 2]] = 0
+        net.hidden.bias[:4] = 10
+        net.hidden.weight[4:].abs_()
+        net.classifier.weight.abs_()[:, :4] = 0
+    y = torch.arange(30) % 3
+    x = torch.randn(30, 1, 4, 4, generator=torch.Generator().manual_seed(1)) + y.view(-1, 1, 1, 1)
+    bench = Workbench(net, structure, {"train": {0: as_examples((x, y))}})
+    still = replace(SETTINGS, lr=0.0)
+    chosen = {
+        word: done(
+            bench, recipe(optimiser=still, lr=0.0, share=0.5, share_lr=0.0, importance=word)
+        )[0].subnets[0]
+        for word in ("slimming", "lrp")
+    }
+    assert chosen["slimming"].channels("conv").tolist() == [1, 2, 4]
+    assert chosen["slimming"].channels("hidden").tolist() == [0, 1, 2, 3]
+    assert not {1, 2} & set(chosen["lrp"].channels("conv").tolist())
+    assert chosen["lrp"].channels("hidden").tolist() == [4, 5, 6, 7]
+
+
+def test_relevance_is_that_of_validation_data_before_every_epoch_and_at_the_end(bench, monkeypatch):
+    seen, real = [], bilevel.relevances
+
+    def watched(module, structure, groups, x, y):
+        seen.append((x, real(module, structure, groups, x, y)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(bilevel, "relevances", watched)
+    twice = replace(SETTINGS, epochs=2)
+    update, _ = done(bench, recipe(optimiser=twice, share=0.5, share_lr=0.0, importance="lrp"))
+    expected, _ = bench.examples("train", 0).batch(parted(30, 5)[0])
+    assert len(seen) == 3
+    assert all(x.equal(expected) for x, _ in seen)
+    assert not seen[0][1]["conv"].equal(seen[-1][1]["conv"])
+    for group, count in (("conv", 3), ("hidden", 4)):
+        best = seen[-1][1][group].topk(count).indices.sort().values
+        assert update.subnets[0].channels(group).tolist() == best.tolist()
+
+
+def test_relevance_is_in_means_of_its_group(bench, monkeypatch):
+    """So that the softness is to it what it is to scales of normalisation."""
+    drawn, real = [], bilevel.gates
+
+    def watched(share, importance, softness, noise):
+        drawn.append(importance)
+        return real(share, importance, softness, noise)
+
+    monkeypatch.setattr(bilevel, "gates", watched)
+    done(bench, recipe(importance="lrp"))
+    assert [len(b) for b in drawn] == [6, 8] * 2
+    for importance in drawn:
+        assert float(importance.mean()) == pytest.approx(1.0, rel=1e-5)
+        assert float(importance.std()) > 0.1
+
+
+def test_an_importance_that_there_is_not_is_refused():
+    with pytest.raises(ConfigError, match="importance 'magnitude' is not known; choose one of: "):
+        recipe(importance="magnitude")
+
+
+@pytest.mark.parametrize("importance", ["slimming", "lrp"])
+def test_a_client_with_one_example_trains_on_it(traced, importance):
+    net, structure = traced
+    data = as_examples((torch.rand(1, 1, 4, 4), torch.tensor([2])))
+    bench = Workbench(net, structure, {"train": {0: data}})
+    update, _ = done(bench, recipe(importance=importance))
+    assert update.metrics["examples"] == 1

@@ -319,3 +319,115 @@ def test_a_client_that_held_nothing_back_chooses_by_its_training_data():
     assert bench.examples("train", 1) == "b"
     with pytest.raises(KeyError):
         bench.examples("test", 1)
+
+
+# a target at every position
+
+
+class Tagger(nn.Module):
+    """Says something at every position, and hides tokens as it likes."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.rate = rate
+        self.embedding = nn.Embedding(6, 4)
+        self.out = nn.Linear(4, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.rand(tokens.shape) < self.rate
+        return self.out(self.embedding(tokens.masked_fill(hidden, 5)).relu())
+
+
+class Tagging:
+    """A net that tags nine texts of seven tokens."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        torch.manual_seed(3)
+        self.net = Tagger(rate).eval()
+        self.structure = Structure.trace(self.net, torch.zeros(1, 7, dtype=torch.int64))
+        self.params = {n: t.detach() for n, t in named_tensors(self.net).items()}
+        generator = torch.Generator().manual_seed(4)
+        self.x, self.y = (torch.randint(5, (9, 7), generator=generator) for _ in range(2))
+        self.data = {"test": {0: as_examples((self.x, self.y))}}
+
+    def metrics(self, recipe, *widths, seed=0):
+        bench = Workbench(self.net, self.structure, self.data)
+        subnets = tuple(self.structure.subnet(width) for width in widths)
+        return recipe.run(Task(0, subnets, self.params, recipe, seed), bench).metrics
+
+
+@pytest.mark.parametrize("batch_size", [1, 20, 128])
+def test_every_target_of_a_sequence_counts(batch_size):
+    tagging = Tagging()
+    found = tagging.metrics(Evaluate(batch_size=batch_size, labels=(0, 1, 4)), 1.0, 0.5)
+    for point, width in enumerate((1.0, 0.5)):
+        module = build(tagging.net, tagging.structure, tagging.structure.subnet(width))
+        hits = local = loss = 0
+        for tokens, tags in zip(tagging.x, tagging.y, strict=True):
+            for place in range(7):
+                logits = module(tokens[None])[0, place].detach()
+                hits += int(logits.argmax() == tags[place])
+                own = max((0, 1, 4), key=lambda label: logits[label])
+                local += int(own == tags[place])
+                loss -= float(logits.log_softmax(0)[tags[place]])
+        assert found[f"hits:{point}"] == hits
+        assert found[f"local:{point}"] == local
+        assert found[f"loss:{point}"] == pytest.approx(loss, rel=1e-5)
+    assert (found["examples"], found["sequences"]) == (63, 9)
+
+
+def test_parts_of_sequences_add_up_to_the_whole():
+    tagging = Tagging()
+    whole = tagging.metrics(Evaluate(), 1.0)
+    parts = [tagging.metrics(Evaluate(part=p, parts=3), 1.0) for p in range(3)]
+    for name, value in whole.items():
+        assert sum(part[name] for part in parts) == pytest.approx(value)
+
+
+def test_a_batch_of_sequences_has_no_more_targets_than_asked():
+    tagging, sizes = Tagging(), []
+    examples = tagging.data["test"][0]
+
+    class Counting:
+        labels, label_set = examples.labels, examples.label_set
+
+        def __len__(self):
+            return 9
+
+        def batch(self, rows, generator=None):
+            sizes.append(len(rows))
+            return examples.batch(rows, generator)
+
+    tagging.data = {"test": {0: Counting()}}
+    tagging.metrics(Evaluate(batch_size=22), 1.0)
+    assert sizes == [1, 3, 3, 3]  # one to see how long a sequence is
+
+
+def test_what_a_net_draws_is_the_same_for_every_size_and_in_every_evaluation():
+    tagging = Tagging(rate=0.5)
+    several = tagging.metrics(Evaluate(batch_size=14), 1.0, 0.5, 1.0)
+    alone = tagging.metrics(Evaluate(batch_size=14), 0.5)
+    assert several == tagging.metrics(Evaluate(batch_size=14), 1.0, 0.5, 1.0)
+    for name in ("hits", "loss"):
+        assert several[f"{name}:0"] == several[f"{name}:2"]
+        assert several[f"{name}:1"] == alone[f"{name}:0"]
+    others = {tagging.metrics(Evaluate(batch_size=14), 1.0, seed=s)["loss:0"] for s in range(4)}
+    assert len(others) == 4
+    assert Tagging().metrics(Evaluate(batch_size=14), 1.0)["loss:0"] not in others
+
+
+def test_batches_do_not_hide_the_same_places():
+    tagging = Tagging(rate=0.5)
+    row = tagging.data["test"][0].select(torch.zeros(6, dtype=torch.int64))
+    losses = []
+    for count in (1, 2, 3):
+        tagging.data = {"test": {0: row.select(torch.arange(count))}}
+        losses.append(tagging.metrics(Evaluate(batch_size=7), 1.0)["loss:0"])
+    assert losses[1] - losses[0] != pytest.approx(losses[0])
+
+
+def test_evaluation_leaves_the_global_generator_alone():
+    tagging = Tagging(rate=0.5)
+    state = torch.get_rng_state()
+    tagging.metrics(Evaluate(), 1.0)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedquilt.customize.structured import as_values, from_values
 from fedquilt.errors import CheckpointError
 from fedquilt.runs.checkpoint import file_hash, write_tensors, write_text
 from fedquilt.structure.groups import Structure
+from fedquilt.structure.values import as_values, from_values
 
 FORMAT, VERSION = "fedquilt-bundle", 2  # version 1 has one digest for all, and no structure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ Rows: TypeAlias = Tensor | npt.NDArray[np.int64]
 AUGMENTS = ("none", "crop-flip")
 PADDING = 4
 CACHED_CELLS = 2**20  # at most 4 MB of ready floats for one client
+COMPACT = (torch.int8, torch.int16, torch.int32)  # how tokens may be kept
 
 
 class ClientData(Protocol):
@@ -28,7 +29,7 @@ class ClientData(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """The label of every example."""
+        """The label of every example (N,), or one at every position of it (N, L)."""
 
     @property
     def label_set(self) -> tuple[int, ...]:
@@ -91,7 +92,8 @@ def _moments(channel: Tensor) -> tuple[float, float]:
 class Examples:
     """Examples in memory: uint8 images (N, C, H, W), or any other tensor with N rows.
 
-    Images become float32 in [0, 1] when they are batched, and are then normalised by ``scale``.
+    Images become float32 in [0, 1] when they are batched, and are then normalised by ``scale``;
+    tokens in smaller integers become int64. Labels are (N,), or (N, L) with one at every position.
     ``augment="crop-flip"`` shifts each training image by up to four pixels, the border filled
     with zeros, and mirrors every second one; evaluation sees the images as they are.
     """
@@ -153,14 +155,15 @@ class Examples:
         return self._prepare(self.inputs)
 
     def _prepare(self, raw: Tensor) -> Tensor:
-        inputs = _unit_floats(raw)
+        inputs = _for_models(raw)
         return inputs if self.scale is None else self.scale(inputs)
 
 
 def _check_labels(labels: Tensor, num_inputs: int) -> None:
-    if labels.ndim != 1 or labels.dtype != torch.int64:
+    is_sequence = labels.ndim == 2 and labels.shape[1] > 1  # (N, 1) is a column by mistake
+    if not (labels.ndim == 1 or is_sequence) or labels.dtype != torch.int64:
         raise DataError(
-            "labels must be a 1-D tensor of int64 class numbers, got "
+            "labels must be 1-D, or (N, L) with one at every position, of int64 class numbers, got "
             f"{labels.dtype} with shape {tuple(labels.shape)}; convert them with .long().flatten()"
         )
     if len(labels) != num_inputs:
@@ -170,7 +173,10 @@ def _check_labels(labels: Tensor, num_inputs: int) -> None:
         )
 
 
-def _unit_floats(raw: Tensor) -> Tensor:
+def _for_models(raw: Tensor) -> Tensor:
+    """Pixels as floats in [0, 1], tokens as int64."""
+    if raw.dtype in COMPACT:
+        return raw.long()
     return raw.float().div_(255) if raw.dtype == torch.uint8 else raw
 
 
@@ -232,7 +238,7 @@ class DatasetExamples:
             torch.default_generator.manual_seed(_draw_seed(generator))
             items = [self._item(row) for row in self.rows[rows].tolist()]
         inputs = _stack([_as_tensor(item[0]) for item in items])
-        return _unit_floats(inputs), torch.tensor([_as_label(item[1]) for item in items])
+        return _for_models(inputs), torch.tensor([_as_label(item[1]) for item in items])
 
     def select(self, rows: Rows) -> DatasetExamples:
         """Some rows of the same dataset."""
@@ -252,6 +258,57 @@ class DatasetExamples:
                 f"{type(item).__name__}; wrap the dataset so that it returns pairs"
             )
         return item
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """The data of several clients as one: the examples of the first, then those of the next.
+
+    Nothing is copied; ``rows`` are those of all examples that it has, by default all of them.
+    """
+
+    parts: tuple[ClientData, ...]
+    rows: Tensor | None = None
+
+    def __len__(self) -> int:
+        """The number of examples."""
+        return sum(map(len, self.parts)) if self.rows is None else len(self.rows)
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """The label of every example."""
+        labels = torch.cat([part.labels for part in self.parts])
+        return labels if self.rows is None else labels[self.rows]
+
+    @cached_property
+    def label_set(self) -> tuple[int, ...]:
+        """The labels present, in order."""
+        return tuple(torch.unique(self.labels).tolist())
+
+    def batch(
+        self, rows: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of some rows, in their order; each part prepares its own."""
+        rows = rows if self.rows is None else self.rows[rows]
+        owners = torch.searchsorted(self._ends, rows, right=True)
+        places, found = [], []
+        for number in owners.unique().tolist():
+            part, end = self.parts[number], int(self._ends[number])
+            places.append((owners == number).nonzero().flatten())
+            found.append(part.batch(rows[places[-1]] - (end - len(part)), generator))
+        back = torch.cat(places).argsort()
+        inputs, labels = (torch.cat(tensors)[back] for tensors in zip(*found, strict=True))
+        return inputs, labels
+
+    def select(self, rows: Rows) -> Joined:
+        """Some rows of the same parts."""
+        rows = torch.as_tensor(rows)
+        return replace(self, rows=rows if self.rows is None else self.rows[rows])
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        """The row after each part's last."""
+        return torch.tensor([len(part) for part in self.parts]).cumsum(0)
 
 
 def _draw_seed(generator: torch.Generator | None) -> int:
@@ -324,18 +381,19 @@ def _stack(inputs: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(inputs))
 
 
-def as_examples(data: object) -> Examples | DatasetExamples:
+def as_examples(data: object) -> ClientData:
     """The data as batches can be drawn from it, whatever ordinary form it comes in.
 
-    Takes Examples, a pair (inputs, labels) of tensors or numpy arrays, a TensorDataset of two
-    tensors, or any map-style torch Dataset with (input, label) items. Nothing is normalised:
-    uint8 images become floats in [0, 1], the rest stays as it is (numpy float64: float32).
+    Takes Examples and whatever else is ``ClientData``, a pair (inputs, labels) of tensors or numpy
+    arrays, a TensorDataset of two tensors, or any map-style torch Dataset with (input, label)
+    items. Nothing is normalised: uint8 images become floats in [0, 1], the rest stays as it is
+    (numpy float64: float32; smaller integers: int64).
 
     >>> as_examples((torch.zeros(3, 2), torch.tensor([0, 1, 1]))).label_set
     (0, 1)
     """
-    if isinstance(data, Examples | DatasetExamples):
-        return data
+    if hasattr(type(data), "label_set"):  # of the class, as a dataset may have to be read for it
+        return cast(ClientData, data)
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, tuple | list) and len(data) == 2 and all(map(_is_array, data)):

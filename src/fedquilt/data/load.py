@@ -1,13 +1,14 @@
-"""Where data come from: named sets, ``.npz`` files, folders of domains and of images."""
+"""Where data come from: named sets, files of arrays or JSON, folders of domains, images, text."""
 
 from __future__ import annotations
 
+import gzip
 import os
 import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,20 +18,25 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from fedquilt.data import leaf
 from fedquilt.data.examples import Examples, Normalise, refuse_not_finite
 from fedquilt.data.hub import HUB, download
-from fedquilt.data.partition import first_rows
+from fedquilt.data.source import MOST_CLASSES, Source
+from fedquilt.data.text import passages
 from fedquilt.errors import DataError, unknown
+
+__all__ = ["Source", "load"]
 
 Array: TypeAlias = npt.NDArray[np.generic]
 Arrays: TypeAlias = Mapping[str, Array]
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 GROUPINGS = ("id", "domain")
+CLIENTS = ("client", "id")  # whose the training examples are, where there is no test set
 AUGMENTED = ("cifar10", "cifar100")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
-MOST_CLASSES = 100_000
 CHANNELS = (1, 3, 4)
+FOLDERS = ("shakespeare", "sent140", "femnist", "wikitext-2")  # sets that are folders of that name
 DIGITS5 = (  # one domain a line, the order of FedBN; a second name stands in for the first
     ("digits-mnist",),
     ("digits-svhn",),
@@ -40,53 +46,19 @@ DIGITS5 = (  # one domain a line, the order of FedBN; a second name stands in fo
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A whole set before it is divided: training and test examples, and who they come from.
-
-    ``groups_train[i]`` is the natural client or the domain of example i, a position in
-    ``group_names``; None when the set does not say.
-    """
-
-    name: str
-    train: Examples
-    test: Examples
-    num_classes: int
-    groups_train: Tensor | None = None
-    groups_test: Tensor | None = None
-    group_names: tuple[str, ...] = ()
-
-    def scaled(self, scale: Normalise | None) -> Source:
-        """The set normalised in another way; None: images stay in [0, 1]."""
-        train, test = (replace(examples, scale=scale) for examples in (self.train, self.test))
-        return replace(self, train=train, test=test)
-
-    def first(self, share: float) -> Source:
-        """The set with the first ⌊share · n⌋ training examples of each group, or of the whole.
-
-        Examples stay in the order of the file; the test set and the normalisation stay as they are.
-        """
-        groups = self.groups_train
-        labels = self.train.labels
-        rows = torch.from_numpy(
-            first_rows(torch.zeros_like(labels) if groups is None else groups, share)
-        )
-        return replace(
-            self,
-            train=self.train.select(rows),
-            groups_train=None if groups is None else groups[rows],
-        )
-
-
 def load(name_or_path: str, *, folder: Path | None = None) -> Source:
     """The set of that name, or the one in that file or folder.
 
     ``digits`` comes with scikit-learn. ``mnist``, ``fashion-mnist``, ``cifar10`` and ``cifar100``
     are looked for as ``<name>.npz`` in ``folder``, in ``$FEDQUILT_DATA`` and in the cache, and
     are downloaded into the cache if they are in none of them. ``digits5`` are five domains of
-    digits, looked for in the same places and never downloaded. A path names an ``.npz`` file with
-    x_train, y_train, x_test, y_test (and id_train, id_test or domain_train, domain_test), a folder
-    of such files, one domain each, or a folder of images, ``train/<class>/`` and ``test/<class>/``.
+    digits, looked for in the same places and never downloaded; so are ``shakespeare``,
+    ``sent140``, ``femnist`` and ``wikitext-2``, which are folders.
+
+    A path names an ``.npz`` file with x_train, y_train, x_test, y_test (and id_train, id_test or
+    domain_train, domain_test), or with x_train, y_train and client; a folder of such files, one
+    domain each; a folder of images, ``train/<class>/`` and ``test/<class>/``; LEAF's JSON files,
+    their folder or one of them; or a folder with train.txt and test.txt.
 
     >>> load("digits").train.inputs.shape
     torch.Size([1442, 1, 8, 8])
@@ -97,18 +69,22 @@ def load(name_or_path: str, *, folder: Path | None = None) -> Source:
         return _digits5(folder)
     if name_or_path in HUB:
         return _source(name_or_path, _read_npz(_find(name_or_path, folder)))
+    if name_or_path in FOLDERS:
+        return _named_folder(name_or_path, _places(folder))
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return _from_folder(path)
+    if path.is_file() and path.name.endswith(leaf.SUFFIXES):
+        return leaf.read(path.name.partition(".")[0], [path])
     if path.is_file():
         return _source(path.stem, _read_npz(path))
     if path.suffix or len(path.parts) > 1:
         raise DataError(
-            f"the data must be an .npz file or a folder, got '{path}' which does not exist; "
-            "check the path"
+            f"the data must be an .npz or JSON file or a folder, got '{path}' which does not "
+            "exist; check the path"
         )
-    names = unknown("dataset", name_or_path, ("digits", "digits5", *HUB))
-    raise DataError(f"{names}, or give the path of an .npz file or a folder")
+    names = unknown("dataset", name_or_path, ("digits", "digits5", *HUB, *FOLDERS))
+    raise DataError(f"{names}, or give the path of an .npz or JSON file or a folder")
 
 
 def _digits() -> Arrays:
@@ -154,6 +130,19 @@ def _domain_file(names: Sequence[str], places: Sequence[Path]) -> Path:
     )
 
 
+def _named_folder(name: str, places: Sequence[Path]) -> Source:
+    """The folder of that name, or an .npz file, in the first place that has one."""
+    for place in places:
+        if (place / name).is_dir():
+            return _from_folder(place / name)
+        if (place / f"{name}.npz").is_file():
+            return _source(name, _read_npz(place / f"{name}.npz"))
+    raise DataError(
+        f"dataset '{name}' is a folder '{name}', which is not in {', '.join(map(str, places))} and "
+        "is not downloaded; put it there, or name the folder it is in in $FEDQUILT_DATA"
+    )
+
+
 def _find(name: str, folder: Path | None) -> Path:
     """The named set's file, downloaded into the cache if it is nowhere on this machine."""
     places = _places(folder)
@@ -193,20 +182,32 @@ def _write_npz(path: Path, arrays: Arrays) -> None:
 
 def _read_npz(path: Path) -> Arrays:
     """The arrays of the file that we know by name."""
-    known = (*REQUIRED, *(f"{kind}_{part}" for kind in GROUPINGS for part in ("train", "test")))
+    pairs = (f"{kind}_{part}" for kind in GROUPINGS for part in ("train", "test"))
+    known = (*REQUIRED, *pairs, *CLIENTS)
     try:
         with zipfile.ZipFile(path) as archive:
             present = {Path(name).stem for name in archive.namelist()}
         with np.load(path, allow_pickle=False) as file:
-            arrays: Arrays = {name: file[name] for name in known if name in present}
+            arrays = {name: file[name] for name in known if name in present}
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
         raise DataError(_why_unreadable(path, error)) from error
+    arrays = _without_test(arrays)
     missing = [name for name in REQUIRED if name not in arrays]
     if missing:
         raise DataError(
             f"an .npz file must hold {', '.join(REQUIRED)}; '{path}' lacks {', '.join(missing)} "
             f"(it has: {', '.join(sorted(present)) or 'nothing'}): save it again with those names"
         )
+    return arrays
+
+
+def _without_test(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Arrays of clients that hold nothing out, with an empty test set."""
+    arrays = dict(arrays)
+    own = [arrays.pop(name) for name in CLIENTS if name in arrays]
+    if len(own) == 1 and arrays.keys() == {"x_train", "y_train"}:
+        empty = {f"{key}_test": arrays[f"{key}_train"][:0] for key in "xy"}
+        arrays |= {**empty, "id_train": own[0], "id_test": own[0][:0]}
     return arrays
 
 
@@ -226,12 +227,34 @@ def _from_folder(path: Path) -> Source:
     files = sorted(path.glob("*.npz"))
     if files:
         return _from_domains(path.name, files)
+    by_client = leaf.parts(path)
+    if by_client is not None:
+        return leaf.read(path.name, *by_client)
+    texts = [_text_file(path, part) for part in ("train", "test")]
+    if texts[0] is not None:
+        return passages(path.name, *("" if file is None else _read_text(file) for file in texts))
     if (path / "train").is_dir() and (path / "test").is_dir():
         return _source(path.name, _read_images(path))
     raise DataError(
-        f"a data folder must hold .npz files, or images in train/<class>/ and test/<class>/; "
-        f"'{path}' holds neither: check the path"
+        "a data folder must hold .npz files, LEAF's train/*.json, train.txt, or images in "
+        f"train/<class>/ and test/<class>/; '{path}' holds neither: check the path"
     )
+
+
+def _text_file(folder: Path, part: str) -> Path | None:
+    files = (folder / f"{part}{suffix}" for suffix in (".txt", ".txt.gz"))
+    return next((file for file in files if file.is_file()), None)
+
+
+def _read_text(file: Path) -> str:
+    opened = gzip.open if file.suffix == ".gz" else open
+    try:
+        with opened(file, "rt", encoding="utf-8", newline="") as text:
+            return text.read()
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise DataError(
+            f"'{file}' is not readable text ({type(error).__name__}); fetch it again"
+        ) from error
 
 
 def _from_domains(name: str, files: Sequence[Path], *, equally: bool = False) -> Source:

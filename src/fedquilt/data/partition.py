@@ -23,7 +23,9 @@ from fedquilt.errors import DataError, unknown
 Indices: TypeAlias = npt.NDArray[np.int64]
 Numbers: TypeAlias = npt.NDArray[np.int64] | Tensor
 
-SHARES, TRAIN, TEST = range(3)  # one stream of random numbers for each purpose
+SHARES, TRAIN, TEST, TAKEN, UNSEEN, HELD_BACK = range(
+    6
+)  # one stream of random numbers for each purpose
 BLOCKS = "domain:blocks"
 KINDS = ("iid", "classes", "dirichlet", "domain", BLOCKS, "natural")
 
@@ -113,6 +115,45 @@ def part_of(num_examples: int, share: float) -> int:
     return math.floor(Fraction(str(share)) * num_examples)
 
 
+def taking_part(sizes: Sequence[int], count: int | None, least: int, seed: int) -> list[int]:
+    """Natural clients that take part: those with ``least`` examples, or ``count`` of them, drawn.
+
+    They stay in their order.
+
+    >>> taking_part([5, 1, 3], None, 2, seed=0)
+    [0, 2]
+    """
+    found = [client for client, size in enumerate(sizes) if size >= least]
+    if not found or (count is not None and count > len(found)):
+        raise DataError(
+            f"of {len(sizes)} natural clients {len(found)} have {least} examples or more, got "
+            f"{'all' if count is None else count} to take part; ask for fewer clients or examples"
+        )
+    if count is None:
+        return found
+    rng = np.random.default_rng((seed, TAKEN))
+    return sorted(rng.choice(found, count, replace=False).tolist())
+
+
+def draw_unseen(num_clients: int, share: float, seed: int) -> list[int]:
+    """The clients that never train: ⌊share · num_clients⌋ of them, drawn, in their order."""
+    count = part_of(num_clients, share)
+    if share and count == 0:
+        raise DataError(
+            f"a share of {share} of {num_clients} clients is nobody, so none would be unseen; "
+            "take a larger share or more clients"
+        )
+    rng = np.random.default_rng((seed, UNSEEN))
+    return sorted(rng.choice(num_clients, count, replace=False).tolist())
+
+
+def held_back(num_examples: int, share: float, seed: int, client: int) -> tuple[Indices, Indices]:
+    """Rows of one client without ⌊share · num_examples⌋ of them, drawn, and those; in order."""
+    order = np.random.default_rng((seed, HELD_BACK, client)).permutation(num_examples)
+    count = num_examples - part_of(num_examples, share)
+    return np.sort(order[:count]), np.sort(order[count:])
+
+
 @dataclass(frozen=True)
 class Partition:
     """A way to divide a set among clients, as ``parse`` reads it.
@@ -159,11 +200,16 @@ class Partition:
                 f"partition '{self}' needs the number of clients, got none; "
                 "give one, or use 'natural'"
             )
-        train, test = _array(labels_train), _array(labels_test)
         if self.kind == "iid":
-            dealt = iid(len(train), num_clients, seed)
+            dealt = iid(len(labels_train), num_clients, seed)
             rng = np.random.default_rng((seed, TEST))
-            return dealt, _dealt_evenly(len(test), num_clients, rng)
+            return dealt, _dealt_evenly(len(labels_test), num_clients, rng)
+        if labels_train.ndim > 1:
+            raise DataError(
+                f"partition '{self}' goes by the label of an example, and these have one at every "
+                "position; use 'iid' or 'natural'"
+            )
+        train, test = _array(labels_train), _array(labels_test)
         shares = self._shares(train, num_clients, seed)
         return _nobody_empty(shares.deal(train, seed, TRAIN)), shares.deal(test, seed, TEST)
 

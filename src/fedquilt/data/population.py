@@ -7,13 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from fedquilt.data.examples import ClientData, as_examples
-from fedquilt.data.partition import from_flwr, parse, part_of
+from fedquilt.data.examples import ClientData, Joined, as_examples
+from fedquilt.data.partition import (
+    Indices,
+    Numbers,
+    draw_unseen,
+    from_flwr,
+    held_back,
+    parse,
+    part_of,
+    taking_part,
+)
+from fedquilt.data.windows import Windows
 from fedquilt.errors import DataError
 from fedquilt.federation.client import SERVER, Client
 from fedquilt.federation.mix import Mix, deal
+
+Groups = tuple[Sequence[int] | Numbers | None, Sequence[int] | Numbers | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,13 +32,15 @@ class Population:
     """All clients of a run, and the data that stays with each of them.
 
     The server's own held-out data, if it has any, is the test data of client ``SERVER``.
-    ``validation`` is what clients hold back from training to choose by; it may be empty.
+    ``validation`` is what clients hold back from training to choose by; it may be empty. Clients
+    that are ``away`` have test data too, but not here.
     """
 
     clients: tuple[Client, ...]
     train: Mapping[int, ClientData]
     test: Mapping[int, ClientData]
     validation: Mapping[int, ClientData] = field(default_factory=dict)
+    away: frozenset[int] = frozenset()
 
     @property
     def data(self) -> dict[str, Mapping[int, ClientData]]:
@@ -43,7 +56,9 @@ class Population:
     @property
     def testers(self) -> tuple[int, ...]:
         """Clients with test data of their own."""
-        return tuple(c.id for c in self.clients if len(self.test.get(c.id, ())))
+        return tuple(
+            c.id for c in self.clients if c.id in self.away or len(self.test.get(c.id, ()))
+        )
 
 
 def clients(
@@ -55,7 +70,10 @@ def clients(
     budgets: Mix = (1.0,),
     seed: int = 0,
     validation: float = 0.0,
-    groups: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+    test_share: float = 0.0,
+    unseen: float = 0.0,
+    least: int = 1,
+    groups: Groups = (None, None),
     group_names: Sequence[str] = (),
 ) -> Population:
     """Clients for a run.
@@ -65,15 +83,20 @@ def clients(
     arrays. ``test`` is one set, which the server holds and which is divided like the training set,
     or a list per client. ``partition`` is text (``iid``, ``classes:2``, ``dirichlet:0.5``,
     ``domain``, ``domain:blocks``, ``natural``) or a partitioner of flwr-datasets. ``budgets`` says
-    what clients can afford, see ``fedquilt.federation.mix``. ``validation`` is the share of every
-    client's examples, the last in their order, that it does not train on. ``groups`` are ids or
-    domains of the training and of the test examples, by number; ``group_names`` their names.
+    what clients can afford, see ``fedquilt.federation.mix``. ``groups`` are ids or domains of the
+    training and of the test examples, by number; None for the latter: they are the server's only.
+    ``group_names`` are their names.
+
+    Of natural clients those with ``least`` training examples take part, or ``count`` of them,
+    drawn by the seed. ``unseen`` is the share of all clients, drawn too, that never train: their
+    data, all of it, is what the server holds. ``test_share`` is the part of every client's examples
+    that it is tested on, if it has no test data: drawn, since files may be sorted by class, but of
+    ``Windows`` the last, as those in between overlap. ``validation`` is the share of the others,
+    the last in their order, that it does not train on either.
     """
-    if not 0 <= validation < 1:
-        raise DataError(
-            "validation is the share of a client's examples that is held back, in [0, 1), got "
-            f"{validation}; write 0.1 for a tenth"
-        )
+    for name, share in (("validation", validation), ("test_share", test_share), ("unseen", unseen)):
+        if not 0 <= share < 1:
+            raise DataError(f"{name} is a share in [0, 1), got {share}; write 0.1 for a tenth")
     if _is_per_client(train):
         own = [_examples(number, data) for number, data in enumerate(train)]
         tests = [as_examples(d) for d in test] if _is_per_client(test) else []
@@ -81,22 +104,107 @@ def clients(
             raise DataError(
                 f"there are {len(own)} clients but {len(tests)} test sets; give one each"
             )
+        if unseen:
+            raise DataError(
+                "unseen clients are drawn where one set is divided, got one set per client; leave "
+                "some out, and give their data as test"
+            )
         shared = None if test is None or tests else as_examples(test)
-        return _population(own, tests, shared, budgets, validation, [""] * len(own))
-    whole = as_examples(train)
-    shared = None if test is None else as_examples(test)
-    parts, test_parts = _indices(whole, shared, partition, count, seed, groups)
-    return _population(
-        [whole.select(rows) for rows in parts],
-        [shared.select(rows) for rows in test_parts] if shared is not None else [],
-        shared,
-        budgets,
-        validation,
-        [_group(rows, groups[0], group_names) for rows in parts],
+        parted = _tested(own, tests, test_share, seed)
+        return _population(*parted, shared, budgets, validation, [""] * len(own))
+    world = _divided(as_examples(train), test, partition, count, least, seed, groups)
+    seen, held_out = _without_unseen(world, unseen, seed)
+    parted = _tested(
+        [world.whole.select(world.parts[i]) for i in seen],
+        [] if world.shared is None else [world.shared.select(world.tests[i]) for i in seen],
+        test_share,
+        seed,
     )
+    names = [_group(world.parts[i], groups[0], group_names) for i in seen]
+    return _population(*parted, held_out, budgets, validation, names)
 
 
-def _group(rows: npt.NDArray[np.int64], groups: Sequence[int] | None, names: Sequence[str]) -> str:
+@dataclass(frozen=True, eq=False)
+class _World:
+    """One set and its rows for each client; of the test set too, if there is one."""
+
+    whole: ClientData
+    shared: ClientData | None
+    parts: list[Indices]
+    tests: list[Indices]
+
+
+def _divided(
+    whole: ClientData,
+    test: Any,
+    partition: Any,
+    count: int | None,
+    least: int,
+    seed: int,
+    groups: Groups,
+) -> _World:
+    shared = None if test is None else as_examples(test)
+    shared = shared if shared is not None and len(shared) else None
+    is_natural = partition == "natural"
+    if least > 1 and not is_natural:
+        raise DataError(
+            f"least is for natural clients, got {least} with partition '{partition}'; leave it "
+            "out, or use 'natural'"
+        )
+    asked = None if is_natural else count
+    parts, tests = _indices(whole, shared, partition, asked, seed, groups)
+    tests = tests or [np.zeros(0, np.int64)] * len(parts)
+    if not is_natural or (count is None and least <= 1):
+        return _World(whole, shared, parts, tests)
+    taken = taking_part([len(rows) for rows in parts], count, least, seed)
+    tests_taken = [tests[i] for i in taken]
+    if shared is not None and any(map(len, tests)):  # those of clients that take part
+        rows = np.sort(np.concatenate(tests_taken))
+        tests_taken = [np.searchsorted(rows, own) for own in tests_taken]
+        shared = shared.select(rows) if len(rows) else None
+    return _World(whole, shared, [parts[i] for i in taken], tests_taken)
+
+
+def _without_unseen(world: _World, share: float, seed: int) -> tuple[list[int], ClientData | None]:
+    """Clients that train, and what the server holds: the test set, or all of the others' data."""
+    if not share:
+        return list(range(len(world.parts))), world.shared
+    if world.shared is not None and not any(map(len, world.tests)):
+        raise DataError(
+            "these data have a test set that is no client's, on which the model is measured, so "
+            "nobody need be unseen; leave out unseen"
+        )
+    away = draw_unseen(len(world.parts), share, seed)
+    held_out = world.whole.select(np.concatenate([world.parts[i] for i in away]))
+    rows = np.concatenate([world.tests[i] for i in away])
+    if world.shared is not None and len(rows):
+        held_out = Joined((held_out, world.shared.select(rows)))
+    return [i for i in range(len(world.parts)) if i not in set(away)], held_out
+
+
+def _tested(
+    train: Sequence[ClientData], tests: Sequence[ClientData], share: float, seed: int
+) -> tuple[Sequence[ClientData], Sequence[ClientData]]:
+    """What clients train on, and are tested on: a share of their examples, if there is one."""
+    if not share:
+        return train, tests
+    if any(map(len, tests)):
+        raise DataError(
+            "test_share is for clients without test data, and these have some; leave it out"
+        )
+    rest, held = [], []
+    for client, examples in enumerate(train):
+        if isinstance(examples, Windows):
+            first, last = _parted(examples, share)
+        else:
+            rows = held_back(len(examples), share, seed, client)
+            first, last = (examples.select(some) for some in rows)
+        rest.append(first)
+        held.append(last)
+    return rest, held
+
+
+def _group(rows: Indices, groups: Sequence[int] | Numbers | None, names: Sequence[str]) -> str:
     """The group that all of a client's examples come from; empty if there is no such."""
     found = set() if groups is None else set(np.asarray(groups)[rows].tolist())
     if len(found) != 1:
@@ -125,11 +233,11 @@ def _indices(
     partition: Any,
     count: int | None,
     seed: int,
-    groups: tuple[Sequence[int] | None, Sequence[int] | None],
-) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.int64]]]:
+    groups: Groups,
+) -> tuple[list[Indices], list[Indices]]:
     labels = np.asarray(whole.labels)
     test_groups = None if groups[1] is None else np.asarray(groups[1])
-    if shared is None and groups[0] is not None:
+    if groups[0] is not None and (shared is None or groups[1] is None):
         test_groups = np.zeros(0, np.int64)
     if not isinstance(partition, str):
         return from_flwr(partition, labels), []

@@ -28,8 +28,10 @@ class Engine(Protocol):
 
     tell: Tell
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Update | Failure]:
-        """Does the tasks."""
+    def run(
+        self, tasks: Sequence[Task], *, enough: int | None = None
+    ) -> Iterator[Update | Failure]:
+        """Does the tasks; once there are ``enough`` updates it need not wait for others."""
         ...
 
     def kept(self) -> Mapping[int, int]:

@@ -106,8 +106,10 @@ class LocalEngine:
         self._files = 0
         self.tell: Tell = nobody
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[Update | Failure]:
-        """Does the tasks; yields in their order."""
+    def run(
+        self, tasks: Sequence[Task], *, enough: int | None = None
+    ) -> Iterator[Update | Failure]:
+        """Does the tasks, all of them; yields in their order."""
         if self._workers:
             with one_thread():  # the cores are the workers'; more threads here would wait for them
                 yield from self._run_in_workers(tasks)
@@ -154,7 +156,7 @@ class LocalEngine:
                 if state is not None:
                     write(self._states.next(task.client), state)
             except Exception as problem:
-                return Failure(task.client, _sentence(problem))
+                return Failure(task.client, sentence(problem))
             except _Disturbed as disturbed:
                 raise disturbed.problem from None
         if state is not None:
@@ -349,7 +351,8 @@ def _unpacked(tensors: Params, count: int) -> tuple[dict[str, Tensor], ...]:
     return parts
 
 
-def _sentence(problem: BaseException) -> str:
+def sentence(problem: BaseException) -> str:
+    """What went wrong, and where, in one line."""
     where = traceback.extract_tb(problem.__traceback__)[-1]
     return f"{type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})"
 
@@ -453,7 +456,7 @@ def _work(pipe: Connection, parents_end: Connection, bench: Workbench, parent: i
         try:
             answer = _do(order, bench, params, pipe)
         except Exception as problem:
-            answer = _Answer(order.number, problem=_sentence(problem))
+            answer = _Answer(order.number, problem=sentence(problem))
         _say(pipe, answer)
 
 

@@ -6,7 +6,10 @@ client's on its own test data, all classes allowed, averaged over clients (Split
 robust accuracy, on attacked inputs. For methods with personal models all are means over
 clients of what each one's own model gets. "Personal" accuracy is the user accuracy of nets that
 clients chose each for itself, whatever the size of the global one (APFL, Sec. 5.2: user accuracy
-is "Glo", personal accuracy "Loc").
+is "Glo", personal accuracy "Loc"), or that each keeps as its own (pFedMe).
+
+Where examples have a target at every position, all of these are examples, and the loss is also
+told as perplexity.
 
 Where all weights are shared and only statistics stay with the clients, there is no model without
 them: each held-out example is answered by the client whose test data it is.
@@ -31,6 +34,7 @@ from fedquilt.training.attack import PGD
 from fedquilt.training.dualnorm import NO_DIAL, has_dial
 from fedquilt.training.evaluate import Evaluate
 
+MOST_LOSS = 700.0  # whose exponential is still a float
 PARTS = 8  # held-out data is evaluated in this many tasks, whatever the number of workers
 
 
@@ -44,11 +48,12 @@ class SizeScore:
     accuracy: float | None  # global, in [0, 1]; None without held-out data
     local_accuracy: float | None  # None where clients have no test data of their own
     loss: float | None  # None without held-out data, and where it is not finite
-    num_examples: int
+    num_examples: int  # targets, where each example has several
     user_accuracy: float | None = None  # mean over clients with test data
     robustness: float | None = None  # the dial; None where there is none
     robust_accuracy: float | None = None  # mean over clients; None without an attack
     personal_accuracy: float | None = None  # of clients' own nets; None if they have none
+    perplexity: float | None = None  # exp(loss) where examples have several targets
 
 
 def evaluate(
@@ -92,7 +97,7 @@ def evaluate(
     everywhere = answered if by_clients and held_out else on_shared
     return [
         replace(
-            _score(i, width, dial, cost_of(setup, mix), everywhere, answered),
+            _score(i, width, dial, cost_of(setup, mix, memory=False), everywhere, answered),
             personal_accuracy=personal,
         )
         for i, (dial, width, mix) in enumerate(points)
@@ -130,6 +135,7 @@ def _score(
         _mean_over_clients(answered, "hits", point),
         dial,
         _mean_over_clients(answered, "robust", point),
+        perplexity=_perplexity(on_shared, loss),
     )
 
 
@@ -147,9 +153,10 @@ def accuracy_by_client(
     }
 
 
-def cost_of(setup: Setup, mix: Sequence[Subnet]) -> Cost:
-    """What a mix costs: the sum of its subnets."""
-    prices = [cost(setup.model, setup.structure, subnet, setup.example) for subnet in mix]
+def cost_of(setup: Setup, mix: Sequence[Subnet], *, memory: bool = True) -> Cost:
+    """What a mix costs: the sum of its subnets; the memory only if somebody wants to know."""
+    model, structure, example = setup.model, setup.structure, setup.example
+    prices = [cost(model, structure, subnet, example, memory=memory) for subnet in mix]
     return functools.reduce(operator.add, prices)
 
 
@@ -181,6 +188,14 @@ def _share(
     hits = sum(a.metrics.get(f"{kind}:{point}", 0.0) for a in listed)  # a part may be empty
     loss = sum(a.metrics.get(f"loss:{point}", 0.0) for a in listed)
     return hits / count, loss / count if math.isfinite(loss) else None, count
+
+
+def _perplexity(results: Iterable[Update | Failure], loss: float | None) -> float | None:
+    """How many equally likely targets the loss is worth; None where an example has one only."""
+    listed = (result for result in results if isinstance(result, Update))
+    if loss is None or loss > MOST_LOSS or not any("sequences" in a.metrics for a in listed):
+        return None
+    return math.exp(loss)
 
 
 def _mean_over_clients(answered: Sequence[Update], kind: str, point: int) -> float | None:

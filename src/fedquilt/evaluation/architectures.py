@@ -1,13 +1,17 @@
 """The nets that clients chose for themselves: their layers, how much they differ, what they cost.
 
 What APFL's paper plots (Luo et al., 2021, Sec. 5.3 and 5.4): shrink ratios of layers (Fig. 3), the
-L2 distance between architectures θ, parameters and MACs of clients' nets (Fig. 5).
+L2 distance between architectures θ, parameters and MACs of clients' nets (Fig. 5). And ADDS's (Gong
+et al., Sec. 4.4): sampling rates of layers and what they save (Fig. 5), compression against the
+divergence of labels (Fig. 8).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +19,12 @@ from fedquilt.evaluation.accuracy import cost_of
 from fedquilt.evaluation.clients import ClientScore
 from fedquilt.federation.state import Setup
 from fedquilt.structure.budget import Budget
+from fedquilt.structure.cost import macs_by_layer
 from fedquilt.structure.cut import shapes
 from fedquilt.structure.groups import Structure, following
 from fedquilt.structure.subnet import Subnet
+
+COSTS = ("params", "macs", "bytes")
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,107 @@ def _share(structure: Structure, subnet: Subnet, group: str) -> float:
 
 
 @dataclass(frozen=True)
+class Rate:
+    """The part of a width group's channels that clients' own nets keep."""
+
+    group: str
+    size: int  # channels of the supernet
+    mean: float  # over clients
+    spread: float  # standard deviation over clients
+
+
+def rates(structure: Structure, nets: Sequence[Architecture]) -> list[Rate]:
+    """How much of every width group clients keep, in the model's order (ADDS, Fig. 5)."""
+    found = []
+    for group in structure.cut_groups() if nets else ():
+        shares = [net.groups[group] for net in nets]
+        size = structure.groups[group].size
+        found.append(Rate(group, size, statistics.fmean(shares), statistics.pstdev(shares)))
+    return found
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a layer costs in the supernet, and in the mean over clients' own nets."""
+
+    layer: str
+    whole_params: int
+    params: float
+    whole_macs: int  # forward, of one example
+    macs: float
+
+
+def layer_costs(setup: Setup, chosen: Mapping[int, Subnet]) -> list[LayerCost]:
+    """What sampling saves in every layer, in the model's order (ADDS, Fig. 5).
+
+    Layers are modules with a weight of two axes or more: normalisation is none. MACs of a layer
+    grow with the cells of these weights.
+    """
+    structure, nets = setup.structure, Counter(subnet.shape for subnet in chosen.values())
+    macs = macs_by_layer(setup.model, structure, setup.example) if nets else {}
+    found = []
+    for layer, names in _weights_by_layer(setup).items() if nets else ():
+        large = [name for name in names if len(structure.shapes[name]) > 1]
+        whole, used = macs.get(layer, 0), _cells(structure, Subnet(), large)
+        cells = sum(n * _cells(structure, net, large) for net, n in nets.items()) / nets.total()
+        params = sum(n * _cells(structure, net, names) for net, n in nets.items()) / nets.total()
+        found.append(
+            LayerCost(
+                layer, _cells(structure, Subnet(), names), params, whole, whole * cells / used
+            )
+        )
+    return found
+
+
+def _weights_by_layer(setup: Setup) -> dict[str, list[str]]:
+    """Modules with a weight of two axes or more, and all parameters of their own."""
+    found: dict[str, list[str]] = {}
+    large = set[str]()
+    for name, weight in setup.model.named_parameters():
+        layer = name.rpartition(".")[0] or name
+        found.setdefault(layer, []).append(name)
+        large.update({layer} if weight.ndim > 1 else ())
+    return {layer: names for layer, names in found.items() if layer in large}
+
+
+def _cells(structure: Structure, subnet: Subnet, names: Sequence[str]) -> int:
+    there = shapes(structure, subnet)
+    return sum(math.prod(there[name]) for name in names if name in there)
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How small a client's own net is, and how far its labels are from uniform."""
+
+    client: int
+    share: float  # parameters of its net / of the supernet
+    divergence: float  # Jensen-Shannon, in [0, 1]
+
+
+def compressions(
+    setup: Setup, chosen: Mapping[int, Subnet], divergences: Mapping[int, float]
+) -> list[Compression]:
+    """Every client that chose a net and whose labels are known (ADDS, Fig. 8)."""
+    names = [name for name, _ in setup.model.named_parameters()]
+    whole = _cells(setup.structure, Subnet(), names)
+    return [
+        Compression(
+            client, _cells(setup.structure, subnet.shape, names) / whole, divergences[client]
+        )
+        for client, subnet in sorted(chosen.items())
+        if client in divergences
+    ]
+
+
+def correlation(points: Sequence[Compression]) -> float | None:
+    """Pearson's, between share and divergence; None where one of them does not vary."""
+    pairs = [(point.share, point.divergence) for point in points]
+    if any(len(set(values)) < 2 for values in zip(*pairs, strict=True)) or not pairs:
+        return None
+    return statistics.correlation(*zip(*pairs, strict=True))
+
+
+@dataclass(frozen=True)
 class Distance:
     """How far two clients' architectures are apart: L2 over layers, in the mean over pairs."""
 
@@ -173,5 +281,11 @@ def client_nets(
 
 def mean_costs(nets: Sequence[ClientNet]) -> dict[str, float]:
     """Parameters, MACs and bytes, in the mean over clients; nothing without any."""
-    names = ("params", "macs", "bytes") if nets else ()
+    names = COSTS if nets else ()
     return {name: sum(getattr(net, name) for net in nets) / len(nets) for name in names}
+
+
+def mean_shares(setup: Setup, nets: Sequence[ClientNet]) -> dict[str, float]:
+    """The same as parts of what the whole model costs (ADDS, Table 3)."""
+    whole = cost_of(setup, (Subnet(),))
+    return {name: mean / max(getattr(whole, name), 1) for name, mean in mean_costs(nets).items()}

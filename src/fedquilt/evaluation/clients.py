@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedquilt.data import ClientData
 from fedquilt.evaluation.accuracy import cost_of
-from fedquilt.federation.client import Task, seed_of
+from fedquilt.federation.client import EVERYONE, Task, seed_of
 from fedquilt.federation.state import Setup, sample
 from fedquilt.methods.method import Method
 from fedquilt.structure.cut import cells, put, shapes, source_name
 from fedquilt.structure.subnet import Subnet
+from fedquilt.training.sampling import divergence
+
+_Exchange = tuple[
+    tuple[Subnet, ...], tuple[Subnet, ...]
+]  # what a client was sent, and what it sent
 
 
 @dataclass(frozen=True)
@@ -31,8 +38,9 @@ class ClientScore:
     group: str  # where its data come from; empty if nobody said
     budget: float  # the width that it can afford
     rounds: int  # in which it took part
-    params_per_round: float  # sent up, and as many received
+    params_per_round: float  # sent up
     bytes_per_round: float  # the same, with all that is no parameter
+    params_received: float  # in a round
     macs: float  # forward, of one example, over all it trains
     accuracy: float | None  # of the largest model on its own test data
 
@@ -57,28 +65,38 @@ def client_scores(
     accuracy: Mapping[int, float] | None = None,
     chosen: Mapping[int, Subnet] | None = None,
 ) -> list[ClientScore]:
-    """One line per client; ``accuracy`` is each one's on its own test data, if known."""
-    trained: dict[int, Counter[tuple[Subnet, ...]]] = {c.id: Counter() for c in setup.clients}
-    for tasks in history(setup, method, chosen):
+    """One line per client; ``accuracy`` is each one's on its own test data, if known.
+
+    In the last phase a client that chose a net sends that net, whatever it was sent: which others
+    it chose in earlier rounds is not known any more.
+    """
+    own = chosen or {}
+    *early, _ = (phase.rounds for phase in method.phases(setup) if not phase.is_closing)
+    done: dict[int, Counter[_Exchange]] = {c.id: Counter() for c in setup.clients}
+    for round, tasks in enumerate(history(setup, method, chosen)):
         for task in tasks:
-            trained[task.client][task.subnets] += 1
+            if task.client != EVERYONE:  # where data are gathered, no client trains
+                is_own = task.client in own and round >= sum(early)
+                sent = (own[task.client],) if is_own else task.subnets
+                done[task.client][task.subnets, sent] += 1
     scores = []
     for client in setup.clients:
-        rounds = sum(trained[client.id].values())
-        sent, bytes_sent, macs = 0.0, 0.0, 0.0
-        for subnets, count in trained[client.id].items():
-            price = cost_of(setup, subnets)
-            sent += count * sum(_num_params(setup, subnet) for subnet in subnets)
-            bytes_sent += count * price.bytes
-            macs += count * price.macs
+        rounds = sum(done[client.id].values())
+        num_sent, bytes_sent, num_received, macs = 0.0, 0.0, 0.0, 0.0
+        for (received, sent), count in done[client.id].items():
+            num_sent += count * _num_params(setup, sent)
+            bytes_sent += count * cost_of(setup, sent).bytes
+            num_received += count * _num_params(setup, received)
+            macs += count * cost_of(setup, received).macs
         scores.append(
             ClientScore(
                 client.id,
                 client.group,
                 client.budget.width,
                 rounds,
-                sent / max(rounds, 1),
+                num_sent / max(rounds, 1),
                 bytes_sent / max(rounds, 1),
+                num_received / max(rounds, 1),
                 macs / max(rounds, 1),
                 (accuracy or {}).get(client.id),
             )
@@ -86,10 +104,21 @@ def client_scores(
     return scores
 
 
-def _num_params(setup: Setup, subnet: Subnet) -> int:
+def _num_params(setup: Setup, subnets: Sequence[Subnet]) -> int:
     weights = dict(setup.model.named_parameters())
-    found = shapes(setup.structure, subnet)
-    return sum(math.prod(shape) for name, shape in found.items() if name in weights)
+    found = [pair for subnet in subnets for pair in shapes(setup.structure, subnet).items()]
+    return sum(math.prod(shape) for name, shape in found if name in weights)
+
+
+def label_divergences(setup: Setup, data: Mapping[int, ClientData]) -> dict[int, float]:
+    """How far the labels of each client are from uniform, in [0, 1] (ADDS, Sec. 4.1.4)."""
+    classes = setup.structure.groups.get(setup.structure.classes or "")
+    count = 1 if classes is None else classes.size
+    return {
+        client: divergence(np.bincount(np.asarray(own.labels).reshape(-1), minlength=count))
+        for client, own in data.items()
+        if len(own)
+    }
 
 
 def trained_shares(
@@ -101,7 +130,9 @@ def trained_shares(
     everything: set[Subnet] = set()
     for tasks in history(setup, method, chosen):
         for task in tasks:
-            seen[groups[task.client]].update(task.subnets)
+            there = seen if task.client == EVERYONE else (groups[task.client],)
+            for group in there:
+                seen[group].update(task.subnets)
             everything.update(task.subnets)
     total = _covered(setup, everything)
     return {group: _covered(setup, subnets) / max(total, 1) for group, subnets in seen.items()}

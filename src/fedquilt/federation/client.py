@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedquilt.training.recipe import Recipe
 
 SERVER = -1  # the client that holds the server's own held-out data
+EVERYONE = -2  # the server with the data of all clients, where it has gathered them
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Task:
     """What the server asks of a client: a recipe, and the subnets to do it with.
 
     ``params`` are the global tensors, by reference; whoever moves the task to the client takes the
-    subnets' cells from them, so only those travel.
+    subnets' cells from them, so only those travel. Without subnets all of ``params`` travel as they
+    are: tensors of another kind, such as codes.
     """
 
     client: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,12 +47,23 @@ class Phase:
         """How many clients take part in a round: at least one."""
         return max(1, round(self.fraction * num_clients))
 
+    def able(self, clients: tuple[Client, ...]) -> list[Client]:
+        """The clients that it is for."""
+        return [c for c in clients if self.among is None or c.id in self.among]
 
-def sample(clients: tuple[Client, ...], phase: Phase, seed: int) -> list[Client]:
-    """A random cohort, in the order of the clients' numbers."""
-    there = [c for c in clients if phase.among is None or c.id in phase.among]
+    def needed(self, clients: tuple[Client, ...]) -> int:
+        """How many of the clients take part in a round."""
+        return self.cohort_size(len(self.able(clients)))
+
+
+def sample(
+    clients: tuple[Client, ...], phase: Phase, seed: int, spare: float = 0.0
+) -> list[Client]:
+    """A random cohort, in the order of the clients' numbers; ``spare``: and so many more."""
+    there = phase.able(clients)
     chosen = np.random.default_rng(seed).permutation(len(there))
-    return [there[i] for i in sorted(chosen[: phase.cohort_size(len(there))])]
+    size = math.ceil(phase.needed(clients) * (1 + spare))
+    return [there[i] for i in sorted(chosen[:size])]
 
 
 @dataclass(frozen=True, eq=False)

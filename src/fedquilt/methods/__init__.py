@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fedquilt.methods.adds import ADDS
 from fedquilt.methods.adversarial import fedavg_at, fedavg_oat
 from fedquilt.methods.apfl import APFL, FedPA, fed_uniform
+from fedquilt.methods.centralised import Centralised
 from fedquilt.methods.depthfl import DepthFL
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.methods.feddrop import FedDrop
@@ -16,12 +17,15 @@ from fedquilt.methods.heterofl import HeteroFL
 from fedquilt.methods.method import Method
 from fedquilt.methods.nefl import NeFL
 from fedquilt.methods.personal import lg_fedavg, standalone
+from fedquilt.methods.pfedme import PFedMe
 from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
+from fedquilt.methods.stc import STC
 
 METHODS: dict[str, Callable[..., Method]] = {
     "adds": ADDS,
     "apfl": APFL,
+    "centralised": Centralised,
     "depthfl": DepthFL,
     "fedavg": FedAvg,
     "fedavg-at": fedavg_at,
@@ -33,15 +37,19 @@ METHODS: dict[str, Callable[..., Method]] = {
     "heterofl": HeteroFL,
     "lg-fedavg": lg_fedavg,
     "nefl": NeFL,
+    "pfedme": PFedMe,
     "sheterofl": SHeteroFL,
     "splitmix": SplitMix,
     "standalone": standalone,
+    "stc": STC,
 }
 
 __all__ = [
     "ADDS",
     "APFL",
     "METHODS",
+    "STC",
+    "Centralised",
     "DepthFL",
     "FedAvg",
     "FedDrop",
@@ -51,6 +59,7 @@ __all__ = [
     "HeteroFL",
     "Method",
     "NeFL",
+    "PFedMe",
     "SHeteroFL",
     "SplitMix",
     "fed_uniform",

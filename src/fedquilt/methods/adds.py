@@ -20,7 +20,8 @@ from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Rounds, merged, without_tracking
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.bilevel import Bilevel
+from fedquilt.training import relevance
+from fedquilt.training.bilevel import Bilevel, Importance, refuse_no_importance
 from fedquilt.training.descent import Optimiser
 from fedquilt.training.gating import gateable
 
@@ -34,6 +35,8 @@ class ADDS(Rounds):
     round. ``strength`` weighs the shares against the loss; None: each client by its own labels.
     With ``persistent`` a client goes on from its own shares, else it starts anew in every round.
     Batches are normalised by themselves: the subnets of a client differ from step to step.
+    ``importance`` is what channels are chosen by: ``"slimming"``, scales of normalisation and
+    activations, or ``"lrp"``, relevance (extra ``fedquilt[lrp]``).
     """
 
     optimiser: Optimiser = field(
@@ -48,9 +51,11 @@ class ADDS(Rounds):
     strength: float | None = None
     validation: float = 0.1
     persistent: bool = True
+    importance: Importance = "slimming"
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
+        refuse_no_importance(self.importance)
         if not 0 < self.least <= self.share <= 1:
             raise ConfigError(
                 "shares start within [least, 1], and least is above 0, got share "
@@ -65,13 +70,15 @@ class ADDS(Rounds):
             raise ConfigError(f"validation is a part of the data, got {self.validation}")
 
     def prepared(self, setup: Setup) -> Setup:
-        """The model without running statistics; refused if no channel can be sampled."""
+        """The model without running statistics; refused if no channel can be sampled, or seen."""
         setup = without_tracking(setup)
         if not _sampled(setup):
             raise ConfigError(
                 "no channels of this model can be sampled; ADDS needs linear layers or "
                 "convolutions between which channels can be left out"
             )
+        if self.importance == "lrp":
+            relevance.refuse(setup.model, setup.structure, _sampled(setup), setup.example)
         return setup
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
@@ -87,6 +94,7 @@ class ADDS(Rounds):
             strength=self.strength,
             validation=self.validation,
             persistent=self.persistent,
+            importance=self.importance,
         )
         return [
             Task(

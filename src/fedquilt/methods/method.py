@@ -49,6 +49,14 @@ class Method(Protocol):
         """What the clients of a round are asked to do, in their order."""
         ...
 
+    def opened(self, setup: Setup, state: State, update: Update) -> Update:
+        """What came from a client, as tensors that can be merged.
+
+        A method whose clients send codes opens them here, and refuses those that are none with an
+        UpdateError.
+        """
+        ...
+
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """The state after the updates of a round."""
         ...
@@ -84,6 +92,10 @@ class Rounds:
     def start(self, setup: Setup) -> State:
         """The model's own tensors."""
         return initial(setup)
+
+    def opened(self, setup: Setup, state: State, update: Update) -> Update:
+        """The update as it is."""
+        return update
 
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Each cell is averaged over the clients that hold it."""

@@ -234,6 +234,10 @@ class SplitMix:
         """Bases as subnets all of whose tensors are their own."""
         return [Subnet().owning(str(i), "*") for i in numbers]
 
+    def opened(self, setup: Setup, state: State, update: Update) -> Update:
+        """The update as it is."""
+        return update
+
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Algorithm 1, lines 7 and 8: each base is averaged over its clients, by their data."""
         if state.phase == "sort":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 from fedquilt.errors import ConfigError
@@ -14,16 +15,29 @@ from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.architectures import (
     Architecture,
     ClientNet,
+    Compression,
     Distance,
     Distances,
+    LayerCost,
+    Rate,
+    correlation,
     mean_costs,
 )
 from fedquilt.evaluation.clients import ClientScore
-from fedquilt.report.records import Milestone, accuracy_of, bytes_to_reach
+from fedquilt.report.density import counted, smoothed
+from fedquilt.report.records import (
+    LocalTest,
+    Milestone,
+    accuracy_of,
+    bytes_to_reach,
+    global_accuracy,
+    in_last_phase,
+)
 from fedquilt.report.tables import percent, prefixed
 from fedquilt.structure.budget import Budget
 
 MOST_BUDGETS = 8  # that bars are drawn for
+MOST_LEVEL = 8  # names below bars that are nearly level; more of them stand upright
 Curve = Sequence[tuple[float, float]]  # x and y of each point
 
 
@@ -36,6 +50,7 @@ class Lines:
     y: str
     curves: Mapping[str, Curve]
     is_linear: bool = False  # also where x grows by orders of magnitude
+    is_joined: bool = True  # False: points alone
     caption: str = ""
 
 
@@ -47,6 +62,7 @@ class Bars:
     y: str
     places: tuple[str, ...]
     series: Mapping[str, Sequence[float]]
+    spread: Mapping[str, Sequence[float]] = field(default_factory=dict)  # up and down, if known
     caption: str = ""
 
 
@@ -76,7 +92,17 @@ class Grid:
     caption: str = ""
 
 
-Figure = Lines | Bars | Boxes | Grid
+@dataclass(frozen=True)
+class Densities:
+    """A picture of how percentages lie: bars, a smooth curve, and a stroke for every one."""
+
+    title: str
+    x: str
+    values: Mapping[str, Sequence[float]]
+    caption: str = ""
+
+
+Figure = Lines | Bars | Boxes | Grid | Densities
 
 
 def by_width(runs: Mapping[str, Sequence[SizeScore]]) -> list[Figure]:
@@ -140,6 +166,39 @@ def by_clock(runs: Mapping[str, Sequence[Milestone]]) -> Figure:
     )
 
 
+def by_round(
+    runs: Mapping[str, Sequence[Milestone]], local: Mapping[str, Sequence[LocalTest]]
+) -> list[Figure]:
+    """Accuracy of the widest net, and of clients' own models, against rounds (ADDS, Fig. 4)."""
+    known = {n: [(m.round, global_accuracy(m.score)) for m in ms] for n, ms in runs.items()}
+    shared = {n: [(r, 100 * a) for r, a in pairs if a is not None] for n, pairs in known.items()}
+    own = {n: [(test.round, 100 * test.accuracy) for test in tests] for n, tests in local.items()}
+    return [
+        Lines(f"Accuracy of {whose} against rounds", "round", y, curves, is_linear=True)
+        for whose, y, curves in (
+            ("the largest net", "accuracy (%)", shared),
+            ("clients' own models", "accuracy before merging (%)", own),
+        )
+        if any(curves.values())
+    ]
+
+
+def by_density(local: Mapping[str, Mapping[int, float]]) -> list[Figure]:
+    """How the accuracies of clients' own models lie (ADDS, Fig. 4)."""
+    values = {name: [100 * a for a in found.values()] for name, found in local.items() if found}
+    if not values:
+        return []
+    means = ", ".join(f"{name} {fmean(v):.1f}% ± {pstdev(v):.1f}%" for name, v in values.items())
+    return [
+        Densities(
+            "Clients' own models, each on its own test data",
+            "accuracy before merging (%)",
+            values,
+            f"Mean and standard deviation over clients, the last time each was tested: {means}.",
+        )
+    ]
+
+
 def by_traffic(runs: Mapping[str, Sequence[Milestone]]) -> list[Figure]:
     """Accuracy of the widest net, and of clients' own, against bytes (APFL, Fig. 4)."""
     most = max((m.bytes for progress in runs.values() for m in progress), default=0)
@@ -172,7 +231,7 @@ def _reached(runs: Mapping[str, Sequence[Milestone]]) -> str:
 
     Earlier phases count with their bytes, not with the accuracy of what they train: another net.
     """
-    last = {n: [m for m in ms if m.phase == ms[-1].phase] for n, ms in runs.items() if ms}
+    last = {n: in_last_phase(ms) for n, ms in runs.items() if ms}
     best = [max(accuracy_of(m.score) or 0.0 for m in ms) for ms in last.values()]
     spent = {name: bytes_to_reach(ms, min(best)) for name, ms in last.items()}
     reached = {name: sent for name, sent in spent.items() if sent is not None}
@@ -225,7 +284,7 @@ def by_layer(name: str, nets: Sequence[Architecture], apart: Distances | None) -
     picture grows downwards.
     """
     groups = tuple(dict.fromkeys(group for net in nets for group in net.groups))
-    if not groups:
+    if all(share == 1 for net in nets for share in net.groups.values()):
         return []
     budgets = _richest_first(net.budget for net in nets)
     nets = sorted(nets, key=lambda net: (budgets.index(net.budget), net.client))
@@ -240,6 +299,69 @@ def by_layer(name: str, nets: Sequence[Architecture], apart: Distances | None) -
             [[100 * net.groups[group] for net in nets] for group in groups],
             bands if 2 * len(bands) <= len(nets) else (),  # not if everybody's is another
             _distances_told(apart),
+        )
+    ]
+
+
+def by_rate(name: str, rates: Sequence[Rate]) -> list[Figure]:
+    """The part of each width group that clients' own nets keep (ADDS, Fig. 5)."""
+    if all(rate.mean == 1 for rate in rates):
+        return []
+    return [
+        Bars(
+            f"Sampling rates of {name}",
+            "kept channels (%)",
+            tuple(rate.group for rate in rates),
+            {"mean over clients": [100 * rate.mean for rate in rates]},
+            {"mean over clients": [100 * rate.spread for rate in rates]},
+            "Lines are one standard deviation over clients up and down.",
+        )
+    ]
+
+
+def by_layer_cost(name: str, layers: Sequence[LayerCost]) -> list[Figure]:
+    """What sampling saves in each layer (ADDS, Fig. 5)."""
+    if all(layer.params == layer.whole_params for layer in layers):
+        return []
+    found: list[Figure] = []
+    for title, y, cost in (
+        ("Parameters", "parameters (M)", "params"),
+        ("MACs", "MACs, one example (M)", "macs"),
+    ):
+        whole = [getattr(layer, f"whole_{cost}") / 1e6 for layer in layers]
+        mean = [getattr(layer, cost) / 1e6 for layer in layers]
+        total = prefixed(1e6 * sum(mean)), prefixed(1e6 * sum(whole))
+        found.append(
+            Bars(
+                f"{title} by layer of {name}",
+                y,
+                tuple(layer.layer for layer in layers),
+                {"supernet": whole, "clients' nets, in the mean": mean},
+                caption="All together: {} of {}.".format(*total),
+            )
+        )
+    return found
+
+
+def by_divergence(runs: Mapping[str, Sequence[Compression]]) -> list[Figure]:
+    """The size of clients' nets against how far their labels are from uniform (ADDS, Fig. 8)."""
+    runs = {n: points for n, points in runs.items() if len({p.share for p in points}) > 1}
+    if not runs:
+        return []
+    told = []
+    for name, points in runs.items():
+        found = correlation(points)
+        known = "none" if found is None else f"{found:.2f}"
+        told.append(f"{name} {known} over {len(points)} clients")
+    return [
+        Lines(
+            "Compression against the divergence of labels",
+            "Jensen-Shannon divergence of labels from uniform",
+            "parameters of the supernet (%)",
+            {n: [(p.divergence, 100 * p.share) for p in points] for n, points in runs.items()},
+            is_linear=True,
+            is_joined=False,
+            caption=f"Correlation: {', '.join(told)}.",
         )
     ]
 
@@ -284,7 +406,9 @@ def by_cost(runs: Mapping[str, Sequence[ClientNet]]) -> list[Figure]:
             y,
             ("all clients", *map(_named, several)),
             {run: [mean.get(cost, 0.0) / 1e6 for mean in listed] for run, listed in means.items()},
-            _listed("In the mean over clients", {r: m[0][cost] for r, m in means.items()}, unit),
+            caption=_listed(
+                "In the mean over clients", {r: m[0][cost] for r, m in means.items()}, unit
+            ),
         )
         for cost, (title, y, unit) in costs.items()
     ]
@@ -319,8 +443,9 @@ def draw(figure: Figure, path: Path) -> None:
     """Writes the picture."""
     with _axes(figure, path) as panels:
         if isinstance(figure, Lines):
+            look = {"marker": "o", "linestyle": "-" if figure.is_joined else "none"}
             for name, curve in figure.curves.items():
-                panels[0].plot(*zip(*curve, strict=True), marker="o", label=name) if curve else None
+                panels[0].plot(*zip(*curve, strict=True), label=name, **look) if curve else None
             panels[0].set(xlabel=figure.x, ylabel=figure.y, title=figure.title)
             if all(x > 0 for c in figure.curves.values() for x, _ in c) and not figure.is_linear:
                 panels[0].set_xscale("log") if _is_wide(figure) else None
@@ -329,6 +454,8 @@ def draw(figure: Figure, path: Path) -> None:
             _draw_bars(panels[0], figure)
         elif isinstance(figure, Grid):
             _draw_grid(panels[0], figure)
+        elif isinstance(figure, Densities):
+            _draw_densities(panels[0], figure)
         else:
             for panel, (label, boxes) in zip(panels, figure.panels.items(), strict=True):
                 kept = {n: values for n, values in boxes.items() if values}
@@ -347,11 +474,24 @@ def _draw_bars(panel: Any, figure: Bars) -> None:
     thickness = 0.8 / max(len(figure.series), 1)
     for number, (name, values) in enumerate(figure.series.items()):
         places = [i + number * thickness for i in range(len(values))]
-        panel.bar(places, values, thickness, label=name)
+        panel.bar(places, values, thickness, label=name, yerr=figure.spread.get(name))
     middle = thickness * (len(figure.series) - 1) / 2
     panel.set_xticks([i + middle for i in range(len(figure.places))], figure.places)
-    panel.tick_params(axis="x", rotation=20)
+    panel.tick_params(axis="x", rotation=20 if len(figure.places) <= MOST_LEVEL else 90)
     panel.set(ylabel=figure.y, title=figure.title)
+    panel.legend(fontsize="small")
+
+
+def _draw_densities(panel: Any, figure: Densities) -> None:
+    for number, (name, values) in enumerate(figure.values.items()):
+        look, bins = {"color": f"C{number}"}, counted(values)
+        width = 100 / len(bins)
+        heights = [count / len(values) / width for count in bins]
+        starts = [width * place for place in range(len(bins))]
+        panel.bar(starts, heights, width, align="edge", alpha=0.25, **look)
+        panel.plot(*zip(*smoothed(values), strict=True), label=name, **look)
+        panel.plot(values, [0.0] * len(values), "|", markersize=14, clip_on=False, **look)
+    panel.set(xlabel=figure.x, ylabel="density of clients", title=figure.title, xlim=(0, 100))
     panel.legend(fontsize="small")
 
 
@@ -395,6 +535,8 @@ def _axes(figure: Figure, path: Path) -> Iterator[list[Any]]:
     if isinstance(figure, Grid):  # so that every cell has room for its label
         rows, columns = len(figure.rows), len(figure.columns)
         size = (max(5.7, 3 + 0.16 * columns), max(3.0, 1.5 + 0.16 * rows))
+    elif isinstance(figure, Bars):
+        size = (max(5.7, 1.5 + 0.24 * len(figure.places)), 4.0)
     canvas = Canvas(figsize=size, layout="constrained")
     FigureCanvasAgg(canvas)
     yield [canvas.add_subplot(1, count, i + 1) for i in range(count)]

@@ -21,6 +21,7 @@ from fedquilt.runs.loop import (
     Evaluated,
     Event,
     RoundDone,
+    RoundLost,
     RoundStarted,
     Saved,
 )
@@ -42,6 +43,7 @@ class Seen:
     num_done: int = 0
     under_way: dict[int, float] = field(default_factory=dict)  # client -> share that is done
     loss: float | None = None
+    local: float | None = None  # accuracy of clients' own models, in the mean
     evaluated: Evaluated | None = None
     num_failures: int = 0
     _start: tuple[float, float] | None = None  # time and rounds at the first event
@@ -63,6 +65,7 @@ class Seen:
                 self.num_failures += event.problem is not None
             case RoundDone():
                 self.finished, self.loss = event.round, event.loss
+                self.local = event.local_accuracy
             case Evaluated():
                 self.evaluated = event
             case Saved():
@@ -151,6 +154,21 @@ class Watch:
             live.update(picture(self._seen), refresh=True)
 
 
+class Lines:
+    """Hands the lines about a run's events to whoever writes them."""
+
+    def __init__(self, write: Callable[[str], None], num_rounds: int) -> None:
+        self._write, self._total = write, num_rounds
+
+    def __call__(self, event: Event) -> None:
+        """Writes what there is to say."""
+        if isinstance(event, RoundStarted):
+            self._total = event.total
+        line = sentence(event, self._total)
+        if line:
+            self._write(line)
+
+
 def sentence(event: Event, total: int) -> str:
     """What a line says about an event; nothing about most clients."""
     match event:
@@ -159,8 +177,12 @@ def sentence(event: Event, total: int) -> str:
         case RoundDone():
             failed = f", {len(event.failures)} failed" if event.failures else ""
             loss = "" if event.loss is None else f"loss {event.loss:.4f}, "
+            own = "" if not event.local else f"own models {percent(event.local_accuracy)}, "
             clients = f"{event.num_clients} clients{failed}"
-            return f"round {event.round}/{total}: {loss}{clients}, {event.seconds:.1f} s"
+            return f"round {event.round}/{total}: {loss}{own}{clients}, {event.seconds:.1f} s"
+        case RoundLost():
+            found = f"{event.num_clients} of {event.quorum} answers that are needed"
+            return f"round {event.round}/{total}: {found}; it is done again"
         case Evaluated():
             return f"round {event.round}/{total}: accuracy {_accuracies(event.scores)}"
     return ""
@@ -193,6 +215,8 @@ def picture(seen: Seen) -> RenderableType:
     facts = [seen.phase, f"{num_done}/{seen.num_tasks} clients"]
     if seen.loss is not None:
         facts.append(f"loss {seen.loss:.4f}")
+    if seen.local is not None:
+        facts.append(f"own models {percent(seen.local)}")
     if seen.num_failures:
         facts.append(f"{seen.num_failures} failed")
     lines: list[RenderableType] = [bar, Text(" · ".join(facts))]

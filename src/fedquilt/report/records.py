@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
 from fedquilt.evaluation.accuracy import SizeScore
 
@@ -24,6 +25,47 @@ class Milestone:
     seconds: float
     bytes: int
     score: SizeScore  # the largest net's
+
+
+@dataclass(frozen=True)
+class LocalTest:
+    """How clients' own models did in one round, before they were merged, each on its own data."""
+
+    round: int
+    phase: str
+    accuracy: float  # the mean over the round's clients
+    clients: int  # how many
+
+
+def local_tests(folder: Path) -> list[LocalTest]:
+    """Every round in which clients tested their own models."""
+    return [
+        LocalTest(record["round"], record["phase"], fmean(local.values()), len(local))
+        for record in _lines(folder / "metrics.jsonl")
+        if (local := record.get("local"))
+    ]
+
+
+def last_local(folder: Path) -> dict[int, float]:
+    """What each client's own model got the last time that it was tested."""
+    found: dict[int, float] = {}
+    for record in _lines(folder / "metrics.jsonl"):
+        found |= {int(client): value for client, value in record.get("local", {}).items()}
+    return dict(sorted(found.items()))
+
+
+def traffic(folder: Path) -> dict[str, float]:
+    """Bytes that a client sends and receives in a round of the last phase, in the mean."""
+    rounds = [record for record in _lines(folder / "metrics.jsonl") if "scores" not in record]
+    rounds = [record for record in rounds if record["phase"] == rounds[-1]["phase"]]
+    answered = sum(record["num_clients"] for record in rounds)
+    asked = answered + sum(len(record["failures"]) for record in rounds)
+    if not answered:
+        return {}
+    return {
+        "up": sum(record["bytes_up"] for record in rounds) / answered,
+        "down": sum(record["bytes_down"] for record in rounds) / asked,
+    }
 
 
 def final_scores(folder: Path) -> tuple[SizeScore, ...]:
@@ -54,9 +96,22 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
+Dated = TypeVar("Dated", Milestone, LocalTest)
+
+
 def accuracy_of(score: SizeScore) -> float | None:
     """The accuracy to show: the mean over users where it is known."""
     return score.accuracy if score.user_accuracy is None else score.user_accuracy
+
+
+def global_accuracy(score: SizeScore) -> float | None:
+    """The accuracy on the server's held-out data; the mean over users where it has none."""
+    return score.user_accuracy if score.accuracy is None else score.accuracy
+
+
+def in_last_phase(progress: Sequence[Dated]) -> list[Dated]:
+    """What belongs to the last phase: earlier ones may train other nets than the one in the end."""
+    return [event for event in progress if event.phase == progress[-1].phase]
 
 
 def bytes_to_reach(

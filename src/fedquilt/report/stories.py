@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,27 @@ from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.architectures import (
     architectures,
     client_nets,
+    compressions,
+    correlation,
     distances,
+    layer_costs,
     mean_costs,
+    mean_shares,
+    rates,
 )
 from fedquilt.evaluation.blocks import mean_weights, step_sizes
-from fedquilt.evaluation.clients import trained_shares
+from fedquilt.evaluation.clients import label_divergences, trained_shares
+from fedquilt.evaluation.targets import Reached, against, reached
 from fedquilt.report.page import Story
-from fedquilt.report.records import final_scores, milestones
+from fedquilt.report.records import (
+    final_scores,
+    global_accuracy,
+    in_last_phase,
+    last_local,
+    local_tests,
+    milestones,
+    traffic,
+)
 from fedquilt.runs.run import Run
 
 
@@ -46,10 +61,41 @@ def told(
         distances=distances(own) if own else None,
         nets=nets,
         mean_costs=mean_costs(nets),
+        mean_shares=mean_shares(run.whole or run.setup, nets),
+        traffic=traffic(run.folder),
+        rates=rates(run.setup.structure, own),
+        layers=layer_costs(run.setup, chosen),
+        local_tests=local_tests(run.folder),
+        local=last_local(run.folder),
     )
     if population is None:
         return story
-    return replace(story, shares=trained_shares(run.planned(population), run.method, chosen))
+    labels = label_divergences(run.setup, population.train) if chosen else {}
+    small = compressions(run.setup, chosen, labels)
+    return replace(
+        story,
+        shares=trained_shares(run.planned(population), run.method, chosen),
+        compressions=small,
+        correlation=correlation(small),
+    )
+
+
+def compared(stories: Sequence[Story], targets: Sequence[float]) -> list[Story]:
+    """The stories with the rounds that each target took, and how that compares with the first.
+
+    Earlier phases count with their rounds, not with the accuracy of what they train: another net.
+    """
+    first, *others = [_reached(story, targets) for story in stories]
+    found = [first, *(against(first, other) for other in others)]
+    return [replace(story, targets=r) for story, r in zip(stories, found, strict=True)]
+
+
+def _reached(story: Story, targets: Sequence[float]) -> list[Reached]:
+    return reached(
+        targets,
+        [(m.round, global_accuracy(m.score)) for m in in_last_phase(story.progress)],
+        [(test.round, test.accuracy) for test in in_last_phase(story.local_tests)],
+    )
 
 
 def _evaluated(folder: Path) -> tuple[SizeScore, ...]:

@@ -14,13 +14,13 @@ Row = Mapping[str, Any]  # one size, as programs read it
 def prefixed(value: float, unit: str = "") -> str:
     """A number with a decimal prefix.
 
-    >>> prefixed(39_974_912), prefixed(26_888, "B"), prefixed(12)
-    ('39.97 M', '26.89 kB', '12')
+    >>> prefixed(39_974_912), prefixed(26_888, "B"), prefixed(12), prefixed(980.182)
+    ('39.97 M', '26.89 kB', '12', '980.2')
     """
     for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor:
             return f"{value / factor:.2f} {prefix}{unit}"
-    return f"{value:g} {unit}".rstrip()
+    return f"{value:.4g} {unit}".rstrip()
 
 
 def percent(value: float | None) -> str:
@@ -40,6 +40,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "macs": ("MACs", prefixed),
     "bytes": ("upload", lambda value: prefixed(value, "B")),
     "memory": ("training memory", lambda value: prefixed(value, "B")),
+    "perplexity": ("perplexity", lambda value: "-" if value is None else f"{value:,.1f}"),
     "accuracy": ("accuracy", percent),
     "local_accuracy": ("local\naccuracy", percent),
     "user_accuracy": ("user\naccuracy", percent),

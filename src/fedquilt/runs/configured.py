@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,27 @@ from fedquilt.config import (
     method_of,
     model_of,
     population_of,
+    structure_of,
 )
 from fedquilt.customize import bundle
 from fedquilt.data.examples import Normalise
-from fedquilt.data.load import Source
+from fedquilt.data.population import Population
+from fedquilt.data.source import Source
 from fedquilt.errors import CheckpointError, ConfigError, DataError
 from fedquilt.federation.state import Setup
 from fedquilt.methods.method import Method
 from fedquilt.models.pretrained import Matched, load_pretrained
 from fedquilt.runs import checkpoint
-from fedquilt.runs.loop import Pace, Watch, refuse_other_rounds
-from fedquilt.runs.run import Run, fingerprint, last_checkpoint, open_run, prepared, train
-from fedquilt.structure.groups import Structure
+from fedquilt.runs.loop import Pace, Tolerance, Watch, refuse_other_rounds
+from fedquilt.runs.run import (
+    MakeEngine,
+    Run,
+    fingerprint,
+    last_checkpoint,
+    open_run,
+    prepared,
+    train,
+)
 
 
 def ready(
@@ -43,23 +52,37 @@ def ready(
 
     ``tell`` hears what the model has taken from a file of weights.
     """
-    model, example, method = model_of(config), example_of(source), method_of(config)
+    model, example = model_of(config), example_of(source)
+    structure = structure_of(config, model, example)
     population = population_of(config, source)
-    structure = Structure.trace(
-        model, example, exclude=config.model.exclude, blocks=config.model.blocks
-    )
+    whole = Setup(model, structure, example, population.clients, config.rounds, config.seed)
+    scale = source.scale
+    return begun(config, whole, population, folder, resume=resume, scale=scale, tell=tell)
+
+
+def begun(
+    config: Config,
+    whole: Setup,
+    population: Population,
+    folder: Path,
+    *,
+    resume: bool,
+    scale: Normalise | None = None,
+    tell: Callable[[Matched], None] = lambda matched: None,
+    engine: MakeEngine | None = None,
+) -> Callable[[Watch], Run]:
+    """The same for clients that are known already, and with an engine of one's own."""
+    model, method = whole.model, method_of(config)
     if config.model.weights is not None and not resume:  # a resumed run has its initial values
         tell(_pretrained(model, method, config))
-    scale = source.train.scale
     if resume and (last := last_checkpoint(folder)) is not None:
-        whole = Setup(model, structure, example, population.clients, config.rounds, config.seed)
         setup = method.prepared(whole)
         done = checkpoint.load(last, fingerprint(setup, method))
         refuse_other_rounds(done.state, method, setup)  # before anything is written
     _remember(config, folder, resume=resume)
     return lambda watch: train(
         model,
-        example,
+        whole.example,
         method,
         population,
         config.rounds,
@@ -67,9 +90,13 @@ def ready(
         workers=config.run.workers,
         out=folder,
         resume=resume,
-        structure=structure,
-        pace=Pace(config.run.evaluate_every, config.run.checkpoint_every),
+        structure=whole.structure,
+        pace=Pace(config.run.evaluate_every, config.run.checkpoint_every, config.run.test_locally),
+        tolerance=Tolerance(config.flower.quorum, config.flower.tries, config.flower.spare)
+        if engine is not None
+        else None,
         watch=watch,
+        engine=engine,
         about={"config": config.model_dump(mode="json"), "scale": scale and asdict(scale)},
     )
 
@@ -131,13 +158,11 @@ def config_of(about: Mapping[str, Any]) -> Config:
 def as_trained(run: Run, source: Source) -> Source:
     """The data as the run's model knows it: of its shape, normalised as it was in training."""
     expected = tuple(run.setup.example.shape[1:])  # type: ignore[union-attr]
-    found = tuple(source.train.inputs.shape[1:])
-    if found != expected:
-        raise DataError(f"'{source.name}' has inputs of shape {found}, the run's have {expected}")
+    if source.shape != expected:
+        raise DataError(
+            f"'{source.name}' has inputs of shape {source.shape}, the run's have {expected}"
+        )
     scale = run.about.get("scale")
-    if not scale or source.train.scale is None:
+    if not scale or source.scale is None:
         return source
-    same = Normalise(tuple(scale["mean"]), tuple(scale["std"]))
-    return replace(
-        source, train=replace(source.train, scale=same), test=replace(source.test, scale=same)
-    )
+    return source.scaled(Normalise(tuple(scale["mean"]), tuple(scale["std"])))

@@ -6,15 +6,16 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedquilt.engines.engine import Engine, nobody
 from fedquilt.errors import CheckpointError, ConfigError, TrainingError, UpdateError
 from fedquilt.evaluation.accuracy import SizeScore, evaluate
-from fedquilt.federation.client import Failure, Update, seed_of
+from fedquilt.federation.client import Failure, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State, sample
 from fedquilt.federation.update import accept
 from fedquilt.methods.method import Method
@@ -24,6 +25,7 @@ from fedquilt.structure.cut import Params, shapes
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
+from fedquilt.training.tested import RIGHT, TESTED, Tested
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,11 @@ class ClientDone:
 
 @dataclass(frozen=True)
 class RoundDone:
-    """A round is over."""
+    """A round is over.
+
+    ``local`` is the accuracy of each client's own model on its own test data, before models were
+    merged; empty if nobody asked.
+    """
 
     round: int
     phase: str
@@ -64,6 +70,21 @@ class RoundDone:
     bytes_down: int
     bytes_up: int
     seconds: float
+    local: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def local_accuracy(self) -> float | None:
+        """The mean over clients; None if nobody asked."""
+        return sum(self.local.values()) / len(self.local) if self.local else None
+
+
+@dataclass(frozen=True)
+class RoundLost:
+    """A round had too few answers to count, and is done again."""
+
+    round: int
+    num_clients: int
+    quorum: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +111,7 @@ class Saved:
     path: Path
 
 
-Event = RoundStarted | ClientProgress | ClientDone | RoundDone | Evaluated | Saved
+Event = RoundStarted | ClientProgress | ClientDone | RoundDone | RoundLost | Evaluated | Saved
 Watch = Callable[[Event], None]
 
 
@@ -100,10 +121,28 @@ def ignore(event: Event) -> None:
 
 @dataclass(frozen=True)
 class Pace:
-    """How often things are done, in rounds; 0 means only at the end."""
+    """How often things are done, in rounds; 0 means only at the end.
+
+    With ``test_locally`` clients test their own models in every round, before they are merged.
+    """
 
     evaluate_every: int = 0
     checkpoint_every: int = 10
+    test_locally: bool = False
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What a round may lack.
+
+    It counts with at least ``quorum`` answers; if there are fewer, nothing of it remains and it is
+    done again, up to ``tries`` times in all. ``spare`` is the share of clients that are asked
+    beyond those that are needed: the round then ends with as many answers as are needed.
+    """
+
+    quorum: int = 1
+    tries: int = 1
+    spare: float = 0.0
 
 
 @dataclass(eq=False)
@@ -119,6 +158,7 @@ class Loop:
     fingerprint: str = ""
     pace: Pace = field(default_factory=Pace)
     watch: Watch = ignore
+    tolerance: Tolerance = field(default_factory=Tolerance)
 
     def run(self, *, resume: bool = False) -> tuple[State, tuple[SizeScore, ...]]:
         """Trains to the last round; the finished state and its scores."""
@@ -136,7 +176,7 @@ class Loop:
                     self._save(done)
                     last_saved = done.state.round
                 self._forget_old_states(done)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, TrainingError):
             if done.state.round > last_saved:
                 self._save(done)
             raise
@@ -149,7 +189,15 @@ class Loop:
     def _round(self, state: State, phase: Phase) -> Checkpoint:
         """One communication round; the state after it, and what clients keep with it."""
         started = time.perf_counter()
+        quorum, kept = self.tolerance.quorum, self.engine.kept()
         merged, ledger = self._exchange(state, phase, state.round + 1)
+        for _ in range(self.tolerance.tries - 1):
+            if ledger.has(quorum):
+                break
+            self.watch(RoundLost(state.round + 1, ledger.num_accepted, quorum))
+            self.engine.restore(kept)  # what clients kept with it is forgotten too
+            merged, ledger = self._exchange(state, phase, state.round + 1)
+        ledger.refuse_less_than(quorum, f"phase {phase.name}, round {state.round + 1}")
         done = RoundDone(
             state.round + 1,
             phase.name,
@@ -159,6 +207,7 @@ class Loop:
             ledger.bytes_down,
             ledger.bytes_up,
             time.perf_counter() - started,
+            ledger.local,
         )
         self._record(done)
         return Checkpoint(replace(merged, round=state.round + 1), self.engine.kept())
@@ -168,18 +217,30 @@ class Loop:
         state = replace(state, phase=phase.name)
         stream = (2,) if phase.is_closing else ()
         seed = seed_of(self.setup.seed, state.round, *stream)
-        cohort = sample(self.setup.clients, phase, seed)
+        spare = 0.0 if phase.is_closing else self.tolerance.spare
+        cohort = sample(self.setup.clients, phase, seed, spare)
         tasks = self.method.plan(self.setup, state, cohort)
+        if self.pace.test_locally and not phase.is_closing:
+            tasks = [self._tested(task) for task in tasks]
         total = num_rounds(self.method, self.setup)
         self.watch(RoundStarted(number, phase.name, len(tasks), total))
-        ledger = _Ledger(self.setup.structure, state.params, self.watch)
+        opened = partial(self.method.opened, self.setup, state)
+        ledger = _Ledger(self.setup.structure, state.params, self.watch, opened)
         sent = Counter(subnet for task in tasks for subnet in task.subnets)
         ledger.bytes_down = sum(num_bytes(self.setup, s) * count for s, count in sent.items())
+        whole = (task.params.values() for task in tasks if not task.subnets)
+        ledger.bytes_down += sum(tensor.nbytes for tensors in whole for tensor in tensors)
         self.engine.tell = lambda client, done: self.watch(ClientProgress(client, done))
-        merged = self.method.merge(self.setup, state, ledger.accepted(self.engine.run(tasks)))
+        needed = {"enough": phase.needed(self.setup.clients)} if spare else {}
+        results = self.engine.run(tasks, **needed)
+        merged = self.method.merge(self.setup, state, ledger.accepted(results))
         self.engine.tell = nobody  # whoever evaluates is not one of the round's clients
-        ledger.refuse_silence(f"phase {phase.name}, round {number}")
         return merged, ledger
+
+    def _tested(self, task: Task) -> Task:
+        """The task, and then a test of what the client has made of it."""
+        is_tester = task.client in self.testers
+        return replace(task, recipe=Tested(task.recipe)) if is_tester else task
 
     def _finished(self, state: State) -> tuple[State, list[_Ledger]]:
         """A copy of the state after the method's closing phases, and how those went."""
@@ -188,6 +249,7 @@ class Loop:
             if phase.is_closing:
                 for _ in range(phase.rounds):
                     merged, ledger = self._exchange(state, phase, state.round)
+                    ledger.refuse_less_than(1, f"phase {phase.name}, round {state.round}")
                     state = replace(merged, round=state.round)
                     ledgers.append(ledger)
         return state, ledgers
@@ -330,12 +392,16 @@ def num_bytes(setup: Setup, subnet: Subnet) -> int:
 class _Ledger:
     """Lets good updates through, refuses bad ones, and counts both."""
 
-    def __init__(self, structure: Structure, params: Params, watch: Watch) -> None:
+    def __init__(
+        self, structure: Structure, params: Params, watch: Watch, opened: Callable[[Update], Update]
+    ) -> None:
         self._structure, self._params, self._watch = structure, params, watch
+        self._opened = opened
         self.failures: list[Failure] = []
         self.num_accepted = 0
         self.bytes_down = self.bytes_up = 0
         self._loss = self._examples = 0.0
+        self.local: dict[int, float] = {}
 
     def accepted(self, results: Iterable[Update | Failure]) -> Iterator[Update]:
         """The updates that were asked for, as they come."""
@@ -346,10 +412,11 @@ class _Ledger:
                 self._watch(ClientDone(checked.client, checked.reason))
                 continue
             self.num_accepted += 1
-            self.bytes_up += sum(t.nbytes for part in checked.params for t in part.values())
             if "loss" in checked.metrics:
                 self._loss += checked.metrics["loss"] * checked.metrics["examples"]
                 self._examples += checked.metrics["examples"]
+            if checked.metrics.get(TESTED):
+                self.local[checked.client] = checked.metrics[RIGHT] / checked.metrics[TESTED]
             self._watch(ClientDone(checked.client))
             yield checked
 
@@ -357,16 +424,23 @@ class _Ledger:
         if isinstance(result, Failure):
             return result
         try:
-            return accept(result, self._structure, self._params)
+            checked = accept(self._opened(result), self._structure, self._params)
         except UpdateError as problem:
             return Failure(result.client, str(problem))
+        self.bytes_up += sum(t.nbytes for part in result.params for t in part.values())
+        return checked
 
-    def refuse_silence(self, when: str) -> None:
-        """Raises if clients were asked and none of them gave a usable answer."""
-        if self.failures and not self.num_accepted:
+    def has(self, quorum: int) -> bool:
+        """Whether as many answers could be used as must be, or as were asked for."""
+        return self.num_accepted >= quorum or not self.failures
+
+    def refuse_less_than(self, quorum: int, when: str) -> None:
+        """Raises if there are fewer answers."""
+        if not self.has(quorum):
+            count, first = self.num_accepted, self.failures[0]
+            who = f"{count} of {quorum} clients that are needed" if count else "no client"
             raise TrainingError(
-                f"no client gave a usable answer in {when}; client {self.failures[0].client}: "
-                f"{self.failures[0].reason}"
+                f"{who} gave a usable answer in {when}; client {first.client}: {first.reason}"
             )
 
     @property

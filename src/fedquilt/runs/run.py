@@ -28,7 +28,7 @@ from fedquilt.federation.client import Client
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Method, shares_weights
 from fedquilt.runs.checkpoint import file_hash, read_tensors, saved, write_tensors
-from fedquilt.runs.loop import Loop, Pace, Watch, ignore
+from fedquilt.runs.loop import Loop, Pace, Tolerance, Watch, ignore
 from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cut import build, load, source_name
 from fedquilt.structure.groups import Structure
@@ -119,7 +119,7 @@ class Run:
                 + (f"those are {sorted(self.state.chosen)}" if self.state.chosen else "none has")
             )
         small: Any = build(setup.model, setup.structure, subnet, self._tensors(subnet))
-        if self.method.home:
+        if self.method.home or client in self._kept():
             names = {source_name(n, setup.structure, subnet): n for n in named_tensors(small)}
             load(small, {names[n]: t for n, t in self._kept_by(client).items() if n in names})
         small.fedquilt_example, small.fedquilt_width = setup.example, 1.0
@@ -242,7 +242,8 @@ class Run:
 
     def _kept(self) -> dict[int, int]:
         """The versions of what clients keep, if that is part of their models."""
-        kept = self.about.get("kept", {}) if self.method.home else {}
+        is_part = self.method.home or any(net.own for net in self.state.chosen.values())
+        kept = self.about.get("kept", {}) if is_part else {}
         return {int(c): v for c, v in kept.items()}
 
     def _clients_folder(self) -> Path | None:
@@ -274,6 +275,7 @@ def train(
     blocks: tuple[str, ...] | None = None,
     structure: Structure | None = None,
     pace: Pace | None = None,
+    tolerance: Tolerance | None = None,
     watch: Watch = ignore,
     engine: MakeEngine | None = None,
     about: Mapping[str, Any] | None = None,
@@ -308,6 +310,7 @@ def train(
             fingerprint(setup, method),
             pace or Pace(),
             watch,
+            tolerance or Tolerance(),
         )
         state, scores = loop.run(resume=resume)
         kept = {str(c): v for c, v in running.kept().items()}

@@ -26,6 +26,8 @@ from fedquilt.structure.groups import Axis, Structure, following
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import Example, arguments, named_tensors
 
+SHORT = (6, 7, 8)  # tokens of texts on which recurrent nets are counted
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -53,9 +55,13 @@ def cost(
     example: Example,
     *,
     batch_size: int = 10,
+    memory: bool = True,
 ) -> Cost:
-    """Parameters, bytes, MACs per example, and the peak memory of a step with momentum."""
-    return _cost(_Asked(model, example), structure, subnet, batch_size)
+    """Parameters, bytes, MACs per example, and the peak memory of a step with momentum.
+
+    The memory is 0 if nobody wants to know: it takes longest to find.
+    """
+    return _cost(_Asked(model, example), structure, subnet, batch_size, memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,14 +91,16 @@ def _shapes(example: Example) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=256)
-def _cost(asked: _Asked, structure: Structure, subnet: Subnet, batch_size: int) -> Cost:
+def _cost(
+    asked: _Asked, structure: Structure, subnet: Subnet, batch_size: int, memory: bool
+) -> Cost:
     small = _on_paper(asked.model, structure, subnet)
     travelling = set(structure.names(subnet))
     return Cost(
         params=sum(p.numel() for p in small.parameters()),
         bytes=sum(t.nbytes for n, t in named_tensors(small).items() if n in travelling),
         macs=_macs(small, asked.example),
-        memory=_peak(small, asked.example, batch_size),
+        memory=_peak(small, asked.example, batch_size) if memory else 0,
     )
 
 
@@ -196,18 +204,31 @@ class _Length:
         return self._fixed + sum(kept[counts.get(group, -1)] for group, kept in self._spans)
 
 
-def _uses(small: nn.Module, example: Example) -> dict[str, int]:
-    """How often each weight is multiplied for one example, as far as layers have one weight."""
+def macs_by_layer(model: nn.Module, structure: Structure, example: Example) -> dict[str, int]:
+    """MACs of one example in each layer of the whole model that has any.
+
+    Layers are modules without others in them; what a module computes beside those is in none.
+    """
+    return _by_layer(_on_paper(model, structure, Subnet()), example)
+
+
+def _by_layer(small: nn.Module, example: Example) -> dict[str, int]:
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), _unfused(), counter:
         small.eval()(*_inputs(example, 2))
     found = counter.get_flop_counts()
+    layers = (path for path, m in small.named_modules() if not any(True for _ in m.children()))
+    macs = {p: sum(found.get(f"{type(small).__name__}.{p}", {}).values()) // 2 // 2 for p in layers}
+    return {path: count for path, count in macs.items() if count}
+
+
+def _uses(small: nn.Module, example: Example) -> dict[str, int]:
+    """How often each weight is multiplied for one example, as far as layers have one weight."""
     name_of = {id(t): n for n, t in named_tensors(small).items()}
     used: dict[str, int] = {}
-    for path, layer in small.named_modules():
-        weight = getattr(layer, "weight", None)
-        macs = sum(found.get(f"{type(small).__name__}.{path}", {}).values()) // 2 // 2
-        if macs and isinstance(weight, nn.Parameter) and not any(True for _ in layer.children()):
+    for path, macs in _by_layer(small, example).items():
+        weight = getattr(small.get_submodule(path), "weight", None)
+        if isinstance(weight, nn.Parameter):
             name = name_of[id(weight)]
             used[name] = used.get(name, 0) + macs // weight.numel()
     return used
@@ -226,7 +247,30 @@ def _inputs(example: Example, batch_size: int) -> tuple[Any, ...]:
     return tuple(resized(x) if isinstance(x, Tensor) else x for x in arguments(example))
 
 
+def is_recurrent(model: nn.Module) -> bool:
+    """Whether a model goes through its input position by position."""
+    return any(isinstance(layer, nn.RNNBase) for layer in model.modules())
+
+
 def _macs(small: nn.Module, example: Example) -> int:
+    """MACs of one example; of a recurrent net from short texts, if each token adds the same.
+
+    Such a net does the same at every position, and to follow all of them takes seconds.
+    """
+    text = example if isinstance(example, Tensor) else None
+    if text is None or not is_recurrent(small) or text.ndim != 2 or text.shape[1] <= SHORT[-1]:
+        return _macs_on(small, example)
+    try:
+        first, second, third = (_macs_on(small, text[:, :length]) for length in SHORT)
+    except RuntimeError:  # a net of one length
+        return _macs_on(small, example)
+    per_token = third - second
+    if per_token != second - first:
+        return _macs_on(small, example)
+    return third + per_token * (text.shape[1] - SHORT[-1])
+
+
+def _macs_on(small: nn.Module, example: Example) -> int:
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), _unfused(), counter:
         small.eval()(*_inputs(example, 2))  # one example cannot be normalised by its own batch

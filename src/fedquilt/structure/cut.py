@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -132,11 +132,43 @@ def take(params: Params, structure: Structure, subnet: Subnet) -> dict[str, Tens
 
 def look(params: Params, structure: Structure, subnet: Subnet) -> dict[str, Tensor]:
     """The same without copying what need not be copied: only to be read, and at once."""
+    if isinstance(params, Parts):
+        return params.of(subnet, structure)
     seen = {}
     for name, index in cells(structure, subnet).items():
         source = params.get(source_name(name, structure, subnet))
         seen[name] = view(params[name] if source is None else source, index)
     return seen
+
+
+class Parts(Mapping[str, Tensor]):
+    """Global tensors as far as some subnets hold them: what a client has that was sent no more.
+
+    By name there are only those of the first subnet, as a mapping; ``look`` and ``take`` find each
+    subnet's own.
+    """
+
+    def __init__(self, subnets: Sequence[Subnet], tensors: Sequence[Params]) -> None:
+        self._parts = list(zip(subnets, tensors, strict=True))
+
+    def of(self, subnet: Subnet, structure: Structure) -> dict[str, Tensor]:
+        """The tensors of a subnet that is here, or of one that leaves out some of its tensors."""
+        names = structure.names(subnet)
+        for whole, tensors in self._parts:
+            if replace(whole, without=()) == replace(subnet, without=()) and all(
+                name in tensors for name in names
+            ):
+                return {name: tensors[name] for name in names}
+        raise KeyError(f"{subnet} was not sent")
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parts[0][1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts[0][1] if self._parts else ())
+
+    def __len__(self) -> int:
+        return len(self._parts[0][1]) if self._parts else 0
 
 
 def build(

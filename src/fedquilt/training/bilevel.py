@@ -6,14 +6,17 @@ subnet, λ -> weight of the regulariser, ε -> softness, b -> importance, ω -> 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
+from fedquilt.errors import ConfigError, unknown
 from fedquilt.federation.client import Task, Update, seed_of
 from fedquilt.structure.groups import Structure, following, leading
 from fedquilt.structure.subnet import Subnet
@@ -22,9 +25,11 @@ from fedquilt.training.descent import Descent, Optimiser
 from fedquilt.training.gating import Gated, gated
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.recipe import Workbench
+from fedquilt.training.relevance import relevances
 from fedquilt.training.sampling import divergence, gates
 from fedquilt.training.sgd import batches
 
+Importance = Literal["slimming", "lrp"]
 SHARES = "shares"  # under this name a client keeps its architecture
 
 
@@ -38,6 +43,10 @@ class Bilevel:
     training data, drawn anew each time, that the shares are trained on. ``strength`` is λ; None:
     the divergence of the client's labels from uniform, plus 0.5. With ``persistent`` the shares are
     kept by the client from round to round.
+
+    By ``importance="slimming"`` channels matter as the scales of their normalisation say, or else
+    the activations of the last batch; by ``"lrp"`` as their relevance to the validation data does,
+    in means of a group's channels, found anew before every epoch and at the end.
     """
 
     optimiser: Optimiser
@@ -50,7 +59,12 @@ class Bilevel:
     strength: float | None = None
     validation: float = 0.1
     persistent: bool = True
+    importance: Importance = "slimming"
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuses an importance that there is not."""
+        refuse_no_importance(self.importance)
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Trains, and sends what was found to matter."""
@@ -93,7 +107,9 @@ class _Local:
         self._settings, self._module, self._structure = settings, module, structure
         self._gates, self._shares = gates, shares
         self._norms = norms(module, structure, settings.groups)
-        gates.wants_activity = frozenset(g for g in settings.groups if not self._norms[g])
+        self._relevance: Mapping[str, Tensor] | None = None
+        if settings.importance == "slimming":
+            gates.wants_activity = frozenset(g for g in settings.groups if not self._norms[g])
         self._descent = Descent(module.parameters(), settings.optimiser, settings.lr)
 
     def train(self, data: ClientData, seed: int, bench: Workbench) -> tuple[float, int]:
@@ -108,6 +124,7 @@ class _Local:
         strength = settings.penalty(data, num_classes)
         total = torch.zeros(())
         for epoch in range(optimiser.epochs):
+            self._look(data, held_back)
             total, count = torch.zeros(()), 0
             checks = self._endless(held_back, generator)
             for rows in batches(len(rest), optimiser.batch_size, generator):
@@ -117,13 +134,30 @@ class _Local:
                 count += len(rows)
                 bench.tell((epoch + count / len(rest)) / optimiser.epochs)
             total = total / count
+        self._look(data, held_back)
         return float(total), len(rest)
 
+    def _look(self, data: ClientData, rows: Tensor) -> None:
+        """Relevance of the whole net's channels, if it is what counts."""
+        settings = self._settings
+        if settings.importance != "lrp":
+            return
+        self._gates.values = {}
+        sums = {g: torch.zeros(self._structure.groups[g].size) for g in settings.groups}
+        for some in rows.tensor_split(math.ceil(len(rows) / settings.optimiser.batch_size)):
+            found = relevances(self._module, self._structure, settings.groups, *data.batch(some))
+            sums = {g: total + found[g] for g, total in sums.items()}
+        tiny = torch.finfo(torch.float32).tiny  # a group without any stays so
+        self._relevance = {g: total / total.mean().clamp(min=tiny) for g, total in sums.items()}
+
     def _parted(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows to train the shares on, at least two, and rows to train the weights on."""
+        """Rows to train the shares on, two or more, and rows to train the weights on.
+
+        Of a single example both are.
+        """
         order = torch.randperm(count, generator=generator)
-        held_back = max(min(2, count - 1), round(self._settings.validation * count))
-        return order[:held_back], order[held_back:]
+        held_back = max(min(2, count - 1), 1, round(self._settings.validation * count))
+        return order[:held_back], order[held_back:] if count > 1 else order
 
     def _endless(self, rows: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
         while True:
@@ -161,7 +195,9 @@ class _Local:
         self._gates.values = drawn
 
     def _importance(self, group: str) -> Tensor:
-        """b: the scales of normalisation, or else the activations of the last batch."""
+        """b: relevance; or the scales of normalisation, or else activations of the last batch."""
+        if self._relevance is not None:
+            return self._relevance[group]
         if self._norms[group]:
             return torch.stack([w.detach().abs() for w in self._norms[group]]).mean(0)
         size = self._structure.groups[group].size
@@ -177,6 +213,12 @@ class _Local:
         return Subnet.of(
             {g: c for g, c in found.items() if len(c) < self._structure.groups[g].size}
         )
+
+
+def refuse_no_importance(given: str) -> None:
+    """Refuses what is no measure of importance."""
+    if given not in get_args(Importance):
+        raise ConfigError(unknown("importance", given, get_args(Importance)))
 
 
 def norms(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedquilt.data import ClientData
 from fedquilt.federation.client import Task, Update, seed_of
 from fedquilt.training.attack import PGD, frozen
 from fedquilt.training.dualnorm import has_dial, set_robustness
@@ -26,6 +27,11 @@ class Evaluate:
     of ``parts`` is the share of the data that this task looks at. With an ``attack`` hits on
     attacked inputs are counted too. Statistics that stay at home, and that the client does not have
     for a subnet, are first taken from its training data.
+
+    Where examples have a target at every position each of these counts: ``examples`` are targets
+    then, ``sequences`` what they are in, and a batch has no more than ``batch_size`` targets, if
+    one sequence does not. A net that draws in use, such as hidden tokens, draws the same for
+    every subnet and in every evaluation.
     """
 
     mixes: tuple[tuple[int, ...], ...] | None = None
@@ -41,6 +47,11 @@ class Evaluate:
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Evaluates every point: mixes at the first robustness, then at the next."""
+        with torch.random.fork_rng(devices=[]):  # others go on as if nothing had been drawn
+            torch.default_generator.manual_seed(task.seed)
+            return self._run(task, bench)
+
+    def _run(self, task: Task, bench: Workbench) -> Update:
         examples = bench.examples(self.split, task.client if self.of is None else self.of)
         rows = self._rows(len(examples))
         modules = [m.eval() for m in bench.modules(task.subnets, task.params, self.home)]
@@ -53,14 +64,15 @@ class Evaluate:
         dials: tuple[float | None, ...] = self.robustness or (None,)
         if has_dial(modules[0]) and not self.robustness:
             dials = (0.0,)  # as it answers clean inputs
-        for some in _batches(rows, self.batch_size):
+        for number, some in enumerate(_batches(rows, self._size(examples))):
             x, y = examples.batch(some)
-            first = 0
+            count.targets(y)
+            seed, first = seed_of(task.seed, 2, number), 0
             for robustness in dials:
                 for module in modules:
                     if robustness is not None:
                         set_robustness(module, robustness)
-                self._clean(modules, mixes, x, y, count, first)
+                self._clean(modules, mixes, x, y, count, first, seed)
                 if self.attack is not None:
                     attack = self.attack.on(examples)
                     _attacked(attack, modules, mixes, x, y, count, first, generator)
@@ -68,13 +80,20 @@ class Evaluate:
         for module in modules:
             if has_dial(module):
                 set_robustness(module, 0.0)  # modules are used again
-        return Update(task.client, (), (), 0.0, {"examples": len(rows), **count.metrics})
+        return Update(task.client, (), (), 0.0, count.metrics)
 
     def _rows(self, count: int) -> Tensor:
         """This task's part of the examples: at least two of them, or none."""
         parts = max(1, min(self.parts, count // 2))
         every = torch.arange(count)
         return every.tensor_split(parts)[self.part] if self.part < parts else every[:0]
+
+    def _size(self, examples: ClientData) -> int:
+        """Examples in a batch: logits of whole sequences over a large vocabulary fill memory."""
+        if len(examples) == 0:
+            return self.batch_size
+        _, y = examples.batch(torch.zeros(1, dtype=torch.int64))
+        return max(1, self.batch_size // y.numel())
 
     def _clean(
         self,
@@ -84,14 +103,18 @@ class Evaluate:
         y: Tensor,
         count: _Count,
         first: int,
+        seed: int,
     ) -> None:
         """Every subnet is asked once, whatever the number of mixes it is part of."""
         with torch.inference_mode():
-            answers = [module(x) for module in modules]
+            answers = []
+            for module in modules:
+                torch.default_generator.manual_seed(seed)
+                answers.append(module(x))
             for point, mix in enumerate(mixes, start=first):
                 logits = mixed(answers[i] for i in mix)
                 count.add(f"hits:{point}", (logits.argmax(-1) == y).sum())
-                count.add(f"loss:{point}", cross_entropy(logits, y) * len(y))
+                count.add(f"loss:{point}", cross_entropy(logits, y) * y.numel())
                 if self.labels is not None:  # zero probability for classes it does not have
                     foreign = label_mask(self.labels, logits.shape[-1])
                     own = logits.masked_fill(foreign, -torch.inf)
@@ -131,7 +154,12 @@ def _attacked(
 
 class _Count:
     def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {"examples": 0}
+
+    def targets(self, y: Tensor) -> None:
+        self.metrics["examples"] += y.numel()
+        if y.ndim > 1:
+            self.metrics["sequences"] = self.metrics.get("sequences", 0) + len(y)
 
     def add(self, name: str, value: Tensor) -> None:
         self.metrics[name] = self.metrics.get(name, 0.0) + float(value)

@@ -30,7 +30,7 @@ class Gated:
         self._groups = frozenset(groups)
         self._hooks = [
             layer.register_forward_pre_hook(self._gate(axis, last))
-            for layer, axis, last in _takers(module, structure)
+            for layer, axis, last in takers(module, structure)
             if any(span.group in self._groups for span in axis)
         ]
 
@@ -86,7 +86,7 @@ def gated(module: nn.Module, structure: Structure, groups: Sequence[str]) -> Ite
         gates.remove()
 
 
-def _takers(module: nn.Module, structure: Structure) -> Iterator[tuple[nn.Module, Axis, bool]]:
+def takers(module: nn.Module, structure: Structure) -> Iterator[tuple[nn.Module, Axis, bool]]:
     """Layers that take channels in, the axis of those, and whether it is the last of an input."""
     name_of = {id(tensor): name for name, tensor in named_tensors(module).items()}
     for layer in module.modules():

@@ -9,7 +9,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
-from fedquilt.federation.client import Task, Update
+from fedquilt.data.examples import Joined
+from fedquilt.federation.client import EVERYONE, SERVER, Task, Update
 from fedquilt.structure.cut import (
     Params,
     build,
@@ -44,6 +45,7 @@ class Workbench:
     ):
         self.model, self.structure = model, structure
         self._data = data
+        self._joined: dict[str, ClientData] = {}  # everyone's, by split
         self._built: OrderedDict[tuple[Subnet, int], nn.Module] = OrderedDict()
         self.kept: Mapping[str, Tensor] | None = None  # the state of the client at work
         self.to_keep: Mapping[str, Tensor] | None = None  # its new state, if it changed
@@ -54,8 +56,14 @@ class Workbench:
     def examples(self, split: str, client: int) -> ClientData:
         """The client's data: ``train``, ``test`` or ``validation``.
 
-        A client that held nothing back for validation chooses by what it trains on.
+        A client that held nothing back for validation chooses by what it trains on. ``EVERYONE``
+        has the data of all clients, in the order of their numbers.
         """
+        if client == EVERYONE:
+            if split not in self._joined:
+                clients = sorted(self._data[split].keys() - {SERVER})
+                self._joined[split] = Joined(tuple(self._data[split][c] for c in clients))
+            return self._joined[split]
         if split == "validation" and client not in self._data.get(split, {}):
             split = "train"
         return self._data[split][client]
@@ -85,8 +93,9 @@ class Workbench:
         """The subnet's module holding the subnet's cells of the global tensors.
 
         Tensors that match ``home`` stay on the client: they come from its state, or at first from
-        the model's own initial values. Subnets of one shape take turns in one module, unless they
-        ask for another ``copy`` of it.
+        the model's own initial values. What is the subnet's own comes from the client's state too,
+        if that has it. Subnets of one shape take turns in one module, unless they ask for another
+        ``copy`` of it.
         """
         shape = subnet.shape
         module = self._module(shape, copy)
@@ -96,9 +105,10 @@ class Workbench:
         if left_out:
             initial, where = named_tensors(self.model), cells(self.structure, shape)
             load(module, {n: view(initial[n].detach(), where[n]) for n in left_out})
-        if home and self.kept is not None:
+        if self.kept is not None and (home or subnet.own):
             names = {source_name(n, self.structure, subnet): n for n in named_tensors(module)}
-            load(module, {names[n]: t for n, t in self.kept.items() if n in names})
+            mine = (n for n in self.kept if n in names and (home or n != names[n]))
+            load(module, {names[n]: self.kept[n] for n in mine})
         return module
 
     def _module(self, shape: Subnet, copy: int) -> nn.Module:

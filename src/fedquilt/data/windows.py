@@ -1,0 +1,75 @@
+"""Windows over a long text: what was read, and the token that follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedquilt.data.examples import Rows
+from fedquilt.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Examples of ``length`` tokens each, labelled with the token behind them.
+
+    Windows may overlap: they are cut out of ``tokens``, all texts one after another, when they are
+    batched. So a window at every position costs four bytes and not its own copy. ``starts`` are
+    the positions at which windows begin; a selection shares the tokens.
+
+    >>> Windows(torch.tensor([3, 1, 4, 1]), torch.tensor([0, 1]), 2).batch(torch.tensor([1]))
+    (tensor([[1, 4]]), tensor([1]))
+    """
+
+    tokens: Tensor
+    starts: Tensor
+    length: int
+
+    def __post_init__(self) -> None:
+        """Refuses windows that the text does not hold."""
+        if self.tokens.ndim != 1 or self.starts.ndim != 1 or self.length < 1:
+            raise DataError(
+                "windows are cut at 1-D starts out of 1-D tokens, each of 1 token or more, got "
+                f"starts {tuple(self.starts.shape)}, tokens {tuple(self.tokens.shape)} and length "
+                f"{self.length}; flatten the tensors"
+            )
+        last = len(self.tokens) - self.length - 1
+        if len(self.starts) and not 0 <= int(self.starts.min()) <= int(self.starts.max()) <= last:
+            raise DataError(
+                f"a window of {self.length} tokens and the one behind it must lie in the text of "
+                f"{len(self.tokens)}, got starts from {int(self.starts.min())} to "
+                f"{int(self.starts.max())}; start from 0 to {last}"
+            )
+
+    def __len__(self) -> int:
+        """The number of examples."""
+        return len(self.starts)
+
+    def __getstate__(self) -> dict[str, object]:
+        """The fields alone: what was computed on the way is not worth sending."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def labels(self) -> Tensor:
+        """The token behind every window."""
+        return self.tokens[self.starts.long() + self.length].long()
+
+    @cached_property
+    def label_set(self) -> tuple[int, ...]:
+        """The labels present, in order."""
+        return tuple(torch.unique(self.labels).tolist())
+
+    def batch(
+        self, rows: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Some windows and what follows them, the same in training and in evaluation."""
+        places = self.starts[rows].long()[:, None] + torch.arange(self.length + 1)
+        found = self.tokens[places].long()  # (rows, length + 1)
+        return found[:, :-1], found[:, -1]
+
+    def select(self, rows: Rows) -> Windows:
+        """Some windows over the same text."""
+        return replace(self, starts=self.starts[torch.as_tensor(rows)])

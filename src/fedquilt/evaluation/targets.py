@@ -1,0 +1,70 @@
+"""How many rounds a run took to reach an accuracy, and how that compares (ADDS, Table 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fedquilt.errors import ConfigError
+
+Curve = Iterable[tuple[int, float | None]]  # rounds, and accuracies where they are known
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The first round whose accuracy was at least the target; None: there was none.
+
+    A speed-up is how many times as many rounds the run took that others are compared with.
+    """
+
+    target: float
+    rounds: int | None  # of the global model
+    local_rounds: int | None = None  # of clients' own models, in the mean over a round's
+    speed_up: float | None = None
+    local_speed_up: float | None = None
+
+
+def reached(targets: Sequence[float], accuracy: Curve, local: Curve = ()) -> list[Reached]:
+    """When each target was reached.
+
+    >>> [r.rounds for r in reached([0.4, 0.5, 0.9], [(1, 0.3), (2, 0.5), (3, 0.4), (4, 0.6)])]
+    [2, 2, None]
+    """
+    shared, own = list(accuracy), list(local)
+    return [
+        Reached(checked_target(target), rounds_to(target, shared), rounds_to(target, own))
+        for target in targets
+    ]
+
+
+def rounds_to(target: float, curve: Curve) -> int | None:
+    """The first round with at least this accuracy; None if there is none."""
+    found = (round for round, accuracy in curve if accuracy is not None and accuracy >= target)
+    return next(found, None)
+
+
+def against(first: Sequence[Reached], others: Sequence[Reached]) -> list[Reached]:
+    """The same with speed-ups: the first one's rounds over the other's.
+
+    >>> against(reached([0.5], [(41, 0.5)]), reached([0.5], [(34, 0.5)]))[0].speed_up
+    1.2058823529411764
+    """
+    return [
+        replace(
+            other,
+            speed_up=_ratio(one.rounds, other.rounds),
+            local_speed_up=_ratio(one.local_rounds, other.local_rounds),
+        )
+        for one, other in zip(first, others, strict=True)
+    ]
+
+
+def _ratio(one: int | None, other: int | None) -> float | None:
+    return one / other if one and other else None
+
+
+def checked_target(target: float) -> float:
+    """The target itself, if it is an accuracy that can be reached."""
+    if not 0 < target <= 1:
+        raise ConfigError(f"a target is an accuracy in (0, 1], got {target:g}; write 40 % as 0.4")
+    return target

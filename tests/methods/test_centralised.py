@@ -1,0 +1,129 @@
+"""Centralised training: everybody's data in one place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt.data.examples import Examples
+from fedquilt.errors import TrainingError
+from fedquilt.evaluation.clients import client_scores, trained_shares
+from fedquilt.federation.client import EVERYONE, SERVER
+from fedquilt.report.progress import Seen, sentence
+from fedquilt.report.stories import told
+from fedquilt.runs.loop import ClientDone, RoundDone
+from fedquilt.training.recipe import Workbench
+
+STEPS = fq.Optimiser(lr=0.05, epochs=2, batch_size=5, clip=None)
+
+
+def images(count, seed, **settings):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(256, (count, 1, 5, 5), generator=generator, dtype=torch.uint8)
+    return Examples(x, torch.randint(4, (count,), generator=generator), **settings)
+
+
+def bits(run):
+    return {n: t.numpy().tobytes() for n, t in run.state.params.items()}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_is_fedavg_with_one_client_that_has_all_the_data(world, workers):
+    model, example = world.setup.model, world.setup.example
+    whole = images(23, 0)
+    parts = [whole.select(rows) for rows in torch.arange(23).split([4, 1, 11, 7])]
+    alone = fq.train(
+        model, example, fq.FedAvg(STEPS, fraction=1.0), fq.clients([whole]), 3, workers=0
+    )
+    gathered = fq.train(
+        model, example, fq.Centralised(STEPS), fq.clients(parts), 3, workers=workers
+    )
+    assert bits(gathered) == bits(alone)
+    assert not gathered.state.params["classifier.bias"].equal(model.classifier.bias)
+
+
+def test_who_is_sampled_and_in_which_order_data_are_given_does_not_matter(world):
+    method, setup = fq.Centralised(STEPS), world.setup
+    state = world.start(method)
+    for cohort in (setup.clients, setup.clients[::-1], setup.clients[2:3], ()):
+        (task,) = method.plan(setup, state, cohort)
+        assert (task.client, task.subnets) == (EVERYONE, (fq.Subnet(),))
+        assert task.recipe.labels == (0, 1, 2, 3)
+    data = world.people.data
+    turned = {split: dict(reversed(list(own.items()))) for split, own in data.items()}
+    found = [
+        Workbench(setup.model, setup.structure, given).examples("train", EVERYONE)
+        for given in (data, turned)
+    ]
+    assert found[0].labels.tolist() == [y for c in range(4) for y in data["train"][c].labels]
+    assert found[0].labels.equal(found[1].labels)
+    assert len(found[0]) == sum(client.num_examples for client in setup.clients)
+
+
+def test_the_servers_held_out_data_are_nobodys(world):
+    bench = Workbench(world.setup.model, world.setup.structure, world.people.data)
+    assert SERVER in world.people.test
+    assert len(bench.examples("test", EVERYONE)) == 4 * 5
+    assert bench.examples("test", EVERYONE) is bench.examples("test", EVERYONE)
+
+
+def test_augmented_images_give_the_same_bits_with_any_workers_and_after_a_stop(world, tmp_path):
+    model, example = world.setup.model, world.setup.example
+    people = fq.clients([images(9, seed, augment="crop-flip") for seed in range(3)])
+    method = fq.Centralised(STEPS)
+
+    class Stop(KeyboardInterrupt):
+        pass
+
+    def stop(event):
+        if isinstance(event, RoundDone) and event.round == 2:
+            raise Stop
+
+    def go(people=people, **settings):
+        settings = {"workers": 0, **settings}
+        return bits(fq.train(model, example, method, people, 3, **settings))
+
+    expected = go()
+    assert go(workers=2) == expected
+    with pytest.raises(Stop):
+        go(out=tmp_path / "run", watch=stop, pace=fq.Pace(checkpoint_every=1))
+    assert go(out=tmp_path / "run", resume=True) == expected
+    assert go(fq.clients([images(9, seed) for seed in range(3)])) != expected
+
+
+def test_reports_know_that_no_client_trained_and_all_data_were_seen(world, tmp_path):
+    method, people, setup = fq.Centralised(STEPS), world.people, world.setup
+    events = []
+    run = fq.train(
+        setup.model,
+        setup.example,
+        method,
+        people,
+        2,
+        workers=0,
+        out=tmp_path / "run",
+        watch=events.append,
+    )
+    assert [e.client for e in events if isinstance(e, ClientDone)] == [EVERYONE] * 2
+    seen = Seen(2)
+    for event in events:
+        seen.note(event)
+        sentence(event, 2)
+    assert (seen.num_done, seen.finished) == (1, 2)
+    scores = client_scores(setup, method)
+    assert [(s.client, s.rounds, s.params_per_round) for s in scores] == [
+        (client, 0, 0.0) for client in range(4)
+    ]
+    assert trained_shares(setup, method) == {"": 1.0}
+    story = told("reference", run, people, workers=0)
+    assert [score.client for score in story.clients] == [0, 1, 2, 3]
+    assert all(score.accuracy is not None for score in story.clients)
+    assert not story.nets
+    assert run.scores[0].accuracy is not None
+
+
+def test_a_divergence_is_refused_and_named(world):
+    method = fq.Centralised(fq.Optimiser(lr=1e30))
+    with pytest.raises(TrainingError, match=r"no client gave a usable answer.*not finite"):
+        fq.train(world.setup.model, world.setup.example, method, world.people, 1, workers=0)
