@@ -8,8 +8,9 @@ import operator
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import partial, reduce
@@ -19,6 +20,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.live import Live
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -37,20 +39,32 @@ from fedquilt.config import (
     read_value,
     resolved,
     source_of,
+    structure_of,
 )
 from fedquilt.customize.export import export
 from fedquilt.customize.mixture import Mixture
-from fedquilt.data.load import Source
-from fedquilt.errors import CheckpointError, ConfigError, FedquiltError
+from fedquilt.data.source import Source
+from fedquilt.deploy.federation import Federation, NodeStatus
+from fedquilt.deploy.launch import (
+    ENGINES,
+    node_configs,
+    place_of,
+    sample_app,
+    spelled_out,
+    trained,
+)
+from fedquilt.errors import CheckpointError, ConfigError, FedquiltError, unknown
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.accuracy import cost_of as price_of
+from fedquilt.evaluation.targets import checked_target
 from fedquilt.federation.state import Setup
 from fedquilt.models.pretrained import Matched
+from fedquilt.report import nodes as node_report
 from fedquilt.report import tables
 from fedquilt.report.page import write as write_report
 from fedquilt.report.progress import Watch
 from fedquilt.report.records import final_scores
-from fedquilt.report.stories import told
+from fedquilt.report.stories import compared, told
 from fedquilt.runs.configured import (
     as_trained,
     config_of,
@@ -62,7 +76,6 @@ from fedquilt.runs.configured import (
 from fedquilt.runs.run import Run
 from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cost import cost as cost_of
-from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.attack import PGD
 from fedquilt.training.dualnorm import checked_robustness
@@ -76,6 +89,7 @@ IMAGES = {  # what the papers feed these nets
     "vit-b16": (3, 224, 224),
 }
 COLOUR_IMAGES = (3, 32, 32)  # and all others
+PAUSE, SETTLED_PAUSE = 0.5, 3.0  # seconds between two looks at nodes, and once all are online
 
 UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy which typer has
 
@@ -156,7 +170,11 @@ def train(
         typer.Option(help="iid, classes:2, dirichlet:0.5, domain or natural; default iid."),
     ] = None,
     budgets: Annotated[
-        str | None, typer.Option(help="Widths 1,0.5,0.25 or levels a1-e9; default five sizes.")
+        str | None,
+        typer.Option(
+            help="Widths 1,0.5,0.25, levels a1-e9, divisors 8-4-2-1, log-normal ln0.5_0.4, "
+            "high-capacity or low-capacity; default five sizes."
+        ),
     ] = None,
     fraction: Annotated[
         float | None, typer.Option(help="The share of clients in a round; default 1.")
@@ -177,6 +195,28 @@ def train(
     ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Rounds between checkpoints; 0: at the end; default 10.")
+    ] = None,
+    test_locally: Annotated[
+        bool | None,
+        typer.Option(
+            "--test-locally",
+            help="Clients test their own models in every round, before these are merged.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="local; flower: over SuperNodes; flower-simulation: over simulated ones. "
+            "Default local."
+        ),
+    ] = None,
+    federation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="A federation that runs: the directory of `fedquilt up`, or a SuperLink's name in "
+            "your Flower configuration. Without it --engine flower starts one for this run.",
+        ),
     ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
@@ -199,6 +239,7 @@ def train(
         "run.workers": workers,
         "run.evaluate_every": evaluate_every,
         "run.checkpoint_every": checkpoint_every,
+        "run.test_locally": test_locally,
     }
     changes = {
         **dotted({} if config is None else read(config)),
@@ -208,8 +249,14 @@ def train(
     console = _console(as_json=as_json)
     if resume is not None and out is not None:
         raise ConfigError(f"a resumed run stays in its directory; leave out --out {out}")
-    run = _resumed(changes, resume, console) if resume else _started(changes, out, console)
-    _finish(run, as_json=as_json)
+    engine = _engine(engine, federation)
+    run: Run | None
+    if engine != "local":
+        run = _on_flower(changes, out, resume, engine, federation, console)
+    else:
+        run = _resumed(changes, resume, console) if resume else _started(changes, out, console)
+    if run is not None:
+        _finish(run, as_json=as_json)
 
 
 @app.command(
@@ -254,7 +301,9 @@ def evaluate(
     _show_scores(run, scores, as_json=as_json)
 
 
-@app.command(epilog="Example: fedquilt report runs/splitmix runs/sheterofl --out report")
+@app.command(
+    epilog="Example: fedquilt report runs/fedavg runs/adds --target 0.4 --target 0.5 --out report"
+)
 def report(
     folders: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Directories of finished runs.")
@@ -263,14 +312,27 @@ def report(
     clients: Annotated[
         bool, typer.Option(help="Also client by client, which needs the runs' data.")
     ] = True,
+    target: Annotated[
+        list[float] | None,
+        typer.Option(help="An accuracy, such as 0.4: the rounds to reach it. Repeatable."),
+    ] = None,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
     """Write one page about runs: tables, pictures, and the data behind them.
 
-    Curves against width, parameters, MACs and time; robust against standard accuracy, if
-    `evaluate --attack` has measured it; clients' work and accuracy; what each domain trained.
+    Accuracy against width, parameters, MACs, time and bytes; robust against standard accuracy, if
+    `evaluate --attack` has measured it; clients' work and accuracy; what each domain trained; what
+    clients' nets cost, in the mean and by budget; steps and weights of blocks.
+
+    Where clients choose their nets: what these keep of every layer, client by client and in the
+    mean; parameters and MACs by layer; compression against the divergence of labels.
+
+    If the runs were trained with --test-locally: accuracy of clients' own models by round, and how
+    it is distributed. With --target: rounds to an accuracy, and how many times as fast as the first
+    run.
     """
+    targets = [checked_target(accuracy) for accuracy in target or ()]
     stories = []
     for folder in folders:
         run = opened(folder)
@@ -279,7 +341,7 @@ def report(
             config = config_of(run.about)
             people = population_of(config, as_trained(run, source_of(config)))
         stories.append(told(folder.name, run, people, workers=workers))
-    page = write_report(out, stories)
+    page = write_report(out, compared(stories, targets))
     if as_json:
         _print_json({"page": str(page), "data": str(page.parent / "report.json")})
     else:
@@ -320,8 +382,7 @@ def cost(
     config = checked(override({}, {"model.name": model, **named, **_assignments(settings)}))
     config, example = _inputs(config, data, shape, classes)
     net = model_of(config)
-    traced = partial(Structure.trace, exclude=config.model.exclude, blocks=config.model.blocks)
-    structure = traced(net, example)
+    structure = structure_of(config, net, example)
     rows: list[dict[str, float]] = []
     if method is not None:
         if width or limits or depth != 1:
@@ -416,6 +477,89 @@ def customize(
         _describe(run, facts)
 
 
+@app.command(
+    epilog="Example: fedquilt up --nodes 3 --budgets 1,0.5,auto, and then in another terminal: "
+    "fedquilt train --federation federation"
+)
+def up(
+    nodes: Annotated[int, typer.Option(min=1, help="How many SuperNodes.")] = 3,
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            help="What each node affords, in turn: widths, 'auto' (measured on this device), or "
+            "limits such as 'params=100000'. Default: as each run deals them."
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help="A node's own data, an .npz file or a folder; once for each node. "
+            "Default: its part of the set that a run names.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="For keys, logs and what clients keep.")
+    ] = Path("federation"),
+    port: Annotated[int | None, typer.Option(help="The SuperLink's; default a free one.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Without TLS, and with nodes that nobody checks.")
+    ] = False,
+) -> None:
+    """Start a Flower deployment on this machine, until Ctrl-C.
+
+    A SuperLink and SuperNodes as processes of their own, over loopback, with TLS; only nodes whose
+    keys are registered are let in. Certificates and keys are made where there are none yet.
+    """
+    console = _console()
+    federation = Federation(
+        out, node_configs(nodes, budgets, data or ()), insecure=insecure, port=port
+    )
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        _say(console, f"starting a SuperLink and {nodes} nodes in {out}")
+        with suppress(KeyboardInterrupt), federation:
+            _describe_federation(federation, console)
+            _watch_nodes(federation, console)
+        _say(console, "stopped")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _describe_federation(federation: Federation, console: Console) -> None:
+    """What there is, and what to type in another terminal."""
+    folder, connection = federation.folder, federation.connection
+    home = shlex.quote(f"FLWR_HOME={connection.home}")
+    app_folder = shlex.quote(str(sample_app(federation)))
+    _say(
+        console,
+        f"the SuperLink is at {federation.address}, {federation.security}",
+        "",
+        "In another terminal:",
+        f"  fedquilt train --federation {shlex.quote(str(folder))}",
+        "or with Flower's own command:",
+        f"  env {home} flwr run {app_folder} {connection.name} --stream",
+        "Ctrl-C stops everything.",
+        "",
+    )
+
+
+def _watch_nodes(federation: Federation, console: Console) -> None:
+    """Shows how nodes are until it is interrupted, or the SuperLink dies."""
+    is_live = console.is_interactive and console.file.isatty()
+    seen: list[NodeStatus] = []
+    with Live(console=console, auto_refresh=False) if is_live else nullcontext() as live:
+        while True:
+            now = federation.status()
+            if live is not None:
+                live.update(node_report.picture(now), refresh=True)
+            else:
+                _say(console, *node_report.changes(seen, now))
+            is_settled = all(node.is_online for node in now)
+            seen = now
+            time.sleep(SETTLED_PAUSE if is_settled else PAUSE)
+
+
 def _remember_evaluation(run: Run, scores: Sequence[SizeScore]) -> None:
     """For a report later; a run that cannot be written to is evaluated all the same."""
     assert run.folder is not None
@@ -493,7 +637,7 @@ def _inputs(
     if data is not None:
         source = source_of(checked({"data": {"source": data}}))
         example = example_of(source)
-        return fitted(config, tuple(example.shape[1:]), source.num_classes), example
+        return fitted(config, source.shape, source.num_classes, source.num_tokens), example
     try:
         sizes = tuple(int(n) for n in shape.split(",")) if shape else _natural(config.model.name)
         example = torch.zeros(1, *sizes)
@@ -524,25 +668,81 @@ def _next_free(config: Config) -> Path:
     return folder
 
 
-def _resumed(changes: Mapping[str, Any], folder: Path, console: Console) -> Run:
-    """A run that was stopped, trained to its end; or a finished one, as it is."""
+def _engine(engine: str | None, federation: str | None) -> str:
+    """The engine that was asked for: a federation is Flower's."""
+    engine = engine or ("local" if federation is None else "flower")
+    if engine not in ENGINES:
+        raise ConfigError(unknown("engine", engine, ENGINES))
+    if federation is not None and engine != "flower":
+        raise ConfigError(f"--federation is for --engine flower, got --engine {engine}")
+    return engine
+
+
+def _on_flower(
+    changes: Mapping[str, Any],
+    out: Path | None,
+    resume: Path | None,
+    engine: str,
+    federation: str | None,
+    console: Console,
+) -> Run | None:
+    """A run on Flower, trained to its end; None if its directory is on another machine."""
+    place = None if federation is None else place_of(federation)
+    if resume is not None:
+        folder, config = resume, _resumable(changes, resume, on_flower=True)
+        if is_finished(folder, config.rounds):
+            return _as_it_is(folder, config, console)
+    else:
+        config = spelled_out(checked(override({}, changes)), place)
+        folder = out or _next_free(config)
+    again = ["--engine", engine, *([] if federation is None else ["--federation", federation])]
+    with _stoppable(folder, lambda: config.rounds, again):
+        _say(console, f"{config.method.name} on Flower, seed {config.seed}, in {folder}")
+        run = trained(
+            config,
+            folder,
+            partial(_say, console),
+            place=place,
+            simulation=engine == "flower-simulation",
+            resume=resume is not None,
+        )
+    if run is None:
+        _say(console, f"the run is in {folder.resolve()}, where its SuperLink is")
+    return run
+
+
+def _resumable(changes: Mapping[str, Any], folder: Path, *, on_flower: bool) -> Config:
+    """The settings of a run that was stopped, with what may change."""
     if not (folder / "config.toml").is_file():
         raise CheckpointError(f"{folder} holds no run to resume; start one with --out {folder}")
     before = checked(read(folder / "config.toml"))
     config = checked(override(before.model_dump(), changes))
     _refuse_other_settings(before, config, folder)
+    if on_flower != (before.flower.name is not None):
+        other = "leave out --engine" if on_flower else "add --engine flower"
+        raise ConfigError(f"a resumed run keeps its engine, and so its clients; {other}")
+    return config
+
+
+def _resumed(changes: Mapping[str, Any], folder: Path, console: Console) -> Run:
+    """A run that was stopped, trained to its end; or a finished one, as it is."""
+    config = _resumable(changes, folder, on_flower=False)
     if is_finished(folder, config.rounds):
-        _say(console, f"{folder} is finished: all of its {config.rounds} rounds are done")
-        return replace(opened(folder), scores=final_scores(folder))
+        return _as_it_is(folder, config, console)
     return _watched(config, source_of(config), folder, console, resume=True)
+
+
+def _as_it_is(folder: Path, config: Config, console: Console) -> Run:
+    _say(console, f"{folder} is finished: all of its {config.rounds} rounds are done")
+    return replace(opened(folder), scores=final_scores(folder))
 
 
 def _refuse_other_settings(before: Config, config: Config, folder: Path) -> None:
     old = dotted(before.model_dump())
     for name, value in dotted(config.model_dump()).items():
-        if old.get(name) != value and name != "rounds" and not name.startswith("run."):
+        if old.get(name) != value and name != "rounds" and not name.startswith(("run.", "flower.")):
             raise ConfigError(
-                "a resumed run keeps its settings, only rounds and run.* may change; "
+                "a resumed run keeps its settings, only rounds, run.* and flower.* may change; "
                 f"{folder} has {name} = {old.get(name)}, got {value}"
             )
 
@@ -552,7 +752,7 @@ def _watched(
 ) -> Run:
     """A run trained to its end, with its progress on the console."""
     watch = Watch(console, config.rounds)
-    with _stoppable(folder, watch):
+    with _stoppable(folder, lambda: watch.num_rounds):
         matched: list[Matched] = []
         train_it = ready(config, source, folder, resume=resume, tell=matched.append)
         _say(console, f"{config.method.name} on {source.name}, seed {config.seed}, in {folder}")
@@ -562,14 +762,16 @@ def _watched(
 
 
 @contextmanager
-def _stoppable(folder: Path, watch: Watch) -> Iterator[None]:
+def _stoppable(
+    folder: Path, num_rounds: Callable[[], int], more: Sequence[str] = ()
+) -> Iterator[None]:
     """Lets Ctrl-C and SIGTERM stop a run, which saves itself, and says how to go on."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
-        again = shlex.join(["fedquilt", "train", "--resume", str(folder)])
-        where = f"stopped after round {rounds_done(folder)} of {watch.num_rounds}"
+        again = shlex.join(["fedquilt", "train", "--resume", str(folder), *more])
+        where = f"stopped after round {rounds_done(folder)} of {num_rounds()}"
         print(f"fedquilt: {where}; go on with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     finally:
@@ -582,7 +784,7 @@ def _rows(run: Run, scores: Sequence[SizeScore]) -> list[dict[str, Any]]:
     rows = []
     for score in scores:
         mix = [s.leaving(*run.method.home) for s in run.method.mix(setup, run.state, score.width)]
-        price = price_of(setup, mix)
+        price = price_of(setup, mix, memory=False)
         loss = score.loss if score.loss is not None and math.isfinite(score.loss) else None
         rows.append({**asdict(score), "loss": loss, "bytes": price.bytes})
     return rows
@@ -638,7 +840,7 @@ def _facts(run: Run, small: nn.Module, *, client: int | None, is_family: bool) -
     mix = run.method.mix(setup, run.state, width)
     if client is not None:
         mix = (run.state.chosen[client],)
-    price = price_of(setup, mix)
+    price = price_of(setup, mix, memory=False)
     is_mixed = isinstance(small, Mixture)
     return {
         "width": width,

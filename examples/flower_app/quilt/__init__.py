@@ -1,0 +1,1 @@
+"""A Flower app around a model and data of one's own."""

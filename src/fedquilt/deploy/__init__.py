@@ -1,0 +1,1 @@
+"""Fedquilt on Flower: apps for servers and clients, and a federation on one machine."""

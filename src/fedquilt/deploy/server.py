@@ -1,0 +1,144 @@
+"""The server's app: the same loop as on one machine, with clients that are nodes.
+
+The run's directory is on the machine where this runs, and so are its checkpoints: a run that was
+interrupted, by whatever, goes on from there.
+"""
+
+from __future__ import annotations
+
+import secrets
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.common.logger import log
+from flwr.serverapp import Grid, ServerApp
+
+from fedquilt.config import CLIENTS, Config, checked, fitted, override, read, source_of
+from fedquilt.data.examples import ClientData, as_examples
+from fedquilt.data.load import Source
+from fedquilt.data.population import Population
+from fedquilt.deploy.hello import Hello
+from fedquilt.deploy.nodes import Nodes
+from fedquilt.deploy.site import MakeModel, Site, settings_of, whole_setup
+from fedquilt.engines.flower.engine import FlowerEngine, Patience
+from fedquilt.errors import ConfigError, DataError
+from fedquilt.federation.client import SERVER
+from fedquilt.federation.state import Setup
+from fedquilt.report.progress import Lines
+from fedquilt.runs.configured import begun
+from fedquilt.runs.run import Run
+
+
+def server_app(*, model: MakeModel | None = None, test: Any = None) -> ServerApp:
+    """A Flower ServerApp that trains one supernet over all nodes.
+
+    ``model`` makes the whole model, the same as the clients'; by default the settings name it.
+    ``test`` is data that the server itself holds, to evaluate on; by default that of the set which
+    the settings name, if it is on this machine.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        run = trained(grid, settings_of(context.run_config), model=model, test=test)
+        log(INFO, "the model is in %s", run.folder)
+
+    return app
+
+
+def trained(grid: Grid, config: Config, *, model: MakeModel | None = None, test: Any = None) -> Run:
+    """Trains over the nodes of a grid, as the settings say."""
+    if config.flower.out is None:
+        raise ConfigError("a run on Flower needs a directory for its results: set flower.out")
+    folder = Path(config.flower.out)
+    config = _resumed(config, folder) if config.flower.resume else _named(config)
+    name = config.flower.name
+    assert name is not None
+    nodes = Nodes(grid, name, lambda line: log(WARNING, line))
+    expected = config.flower.nodes or config.data.clients or CLIENTS
+    hellos = nodes.gathered(expected, config.flower.wait)
+    log(INFO, "run %s: %s clients are there", name, len(hellos))
+    source = None if test is not None else _at_hand(config)
+    held_out: ClientData | None = None
+    if test is not None or source is not None:
+        held_out = as_examples(test) if source is None else source.test
+    people = _population(hellos, held_out)
+    site = _as_seen(hellos)
+    config = fitted(config, tuple(site.example.shape[1:]), site.num_classes)
+    whole = whole_setup(config, site, model)
+    whole = Setup(
+        whole.model, whole.structure, whole.example, people.clients, config.rounds, config.seed
+    )
+    patience = Patience(config.flower.deadline, config.flower.patience)
+
+    def engine(setup: Setup, _: Population, __: Path | None) -> FlowerEngine:
+        return FlowerEngine(
+            grid,
+            nodes.find,
+            setup.model,
+            setup.structure,
+            held_out,
+            run_name=name,
+            patience=patience,
+        )
+
+    train = begun(
+        config,
+        whole,
+        people,
+        folder,
+        resume=config.flower.resume,
+        scale=source.scale if source is not None else None,
+        engine=engine,
+    )
+    return train(Lines(lambda line: log(INFO, line), config.rounds))
+
+
+def _named(config: Config) -> Config:
+    """The settings with a name for the run."""
+    if config.flower.name is not None:
+        return config
+    return checked(override(config.model_dump(), {"flower.name": secrets.token_hex(8)}))
+
+
+def _resumed(config: Config, folder: Path) -> Config:
+    """The settings that the run was started with; how it goes about it may be another."""
+    started = checked(read(folder / "config.toml"))
+    flower = {**config.flower.model_dump(), "name": started.flower.name}
+    changes = {"rounds": max(config.rounds, started.rounds), "flower": flower}
+    return checked(override(started.model_dump(), changes))
+
+
+def _at_hand(config: Config) -> Source | None:
+    """The set that the settings name, if it is on this machine."""
+    try:
+        return source_of(config)
+    except DataError as problem:
+        log(INFO, "the server evaluates on its clients alone: %s", problem)
+        return None
+
+
+def _population(hellos: dict[int, Hello], held_out: ClientData | None) -> Population:
+    """Clients whose data are elsewhere."""
+    people = tuple(hello.client for hello in hellos.values())
+    tests = {} if held_out is None else {SERVER: held_out}
+    away = frozenset(hello.client.id for hello in hellos.values() if hello.has_tests)
+    return Population(people, {}, tests, away=away)
+
+
+def _as_seen(hellos: dict[int, Hello]) -> Site:
+    """What all clients have in common: the look of an input, and the classes of any of them."""
+    first = next(iter(hellos.values()))
+    for hello in hellos.values():
+        if (hello.shape, hello.dtype) != (first.shape, first.dtype):
+            raise DataError(
+                f"client {hello.client.id} has inputs of {hello.dtype} {hello.shape}, client "
+                f"{first.client.id} of {first.dtype} {first.shape}; all must be alike"
+            )
+    classes = max(hello.num_classes for hello in hellos.values())
+    return Site(first.client, {}, first.example, classes)
+
+
+server = server_app()

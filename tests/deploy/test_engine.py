@@ -1,0 +1,299 @@
+"""The same apps and messages as on Flower, in one process: the same bits, whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from flwr.app import Array, Error, Message, RecordDict
+
+from fedquilt.deploy.client import client_app
+from fedquilt.deploy.server import trained
+from fedquilt.engines.flower import letters
+from fedquilt.engines.flower.letters import ARRAYS, METRICS, SETTINGS
+from fedquilt.engines.local import LocalEngine
+from fedquilt.errors import TrainingError
+from fedquilt.federation.client import Failure
+from fedquilt.runs.loop import num_bytes
+
+from .conftest import CLIENTS, Place
+
+METHODS = {
+    "fedavg": {},
+    "heterofl": {},
+    "splitmix": {"method__base": 0.25, "method__together": False},
+    "nefl": {},
+    "apfl": {"data__budgets": "[{params = 2500}, {params = 1500}, {params = 900}]"},
+    "adds": {},
+    "lg-fedavg": {},
+    "stc": {"method__sparsity_up": 0.1, "method__sparsity_down": 0.1},
+}
+APFL = {"method__name": "apfl", **METHODS["apfl"]}
+FEDAVG = {
+    "method__name": "fedavg",
+    "model__name": "mlp",
+    "model__hidden": "[16]",
+    "model__width": None,
+    "data__share": 0.05,
+}
+
+
+def same(one, other) -> bool:
+    a, b = one.state.params, other.state.params
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def records(run) -> list[dict]:
+    """What a run has recorded about its rounds."""
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "num_clients" in record]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_on_flower_has_the_bits_of_a_local_one(place, method):
+    changes = {"method__name": method, **METHODS[method]}
+    local, flower = place.local(**changes), place.flower(**changes)
+    assert same(local, flower)
+    assert local.scores == flower.scores
+    assert local.state.chosen == flower.state.chosen
+    assert records(local) == records(flower)
+
+
+def test_every_message_can_be_answered_by_a_new_process(place):
+    """A deployed client starts anew each time: what it keeps is on its disk."""
+
+    def anew(message, answer):
+        grid._app = client_app()
+        return [answer(message)]
+
+    grid = place.grid(anew, **APFL)
+    assert same(place.local(**APFL), trained(grid, place.config("flower", **APFL)))
+
+
+def test_a_run_that_was_interrupted_goes_on_from_its_checkpoint(place):
+    changes = {**APFL, "run__checkpoint_every": 1, "rounds": 2}
+    whole = place.local(**changes)
+    orders = []
+
+    def fail_late(message, answer):
+        orders.append(message)
+        if len(orders) == 14:
+            raise KeyboardInterrupt
+        return [answer(message)]
+
+    with pytest.raises(KeyboardInterrupt):
+        place.flower(fail_late, **changes)
+    done = len(list((place.folder / "flower" / "checkpoints").iterdir()))
+    assert done >= 1
+    again = place.flower(flower__resume=True, **changes)
+    assert same(whole, again)
+    assert records(whole) == records(again)
+
+
+class Meddler:
+    """Does something to the answer of client 1 in the second round, and to nothing else."""
+
+    def __init__(self, change: Callable[[Message, Message], list[Message]]) -> None:
+        self.change, self.rounds = change, 0
+
+    def __call__(self, message, answer):
+        reply = answer(message)
+        if message.metadata.message_type == "train" and _client(message) == 1:
+            self.rounds += 1
+            if self.rounds == 2:
+                return self.change(message, reply)
+        return [reply]
+
+
+def _client(message: Message) -> int:
+    return message.content.config_records[SETTINGS]["client"]
+
+
+def edited(reply: Message, **changes) -> list[Message]:
+    """The reply with other settings."""
+    for name, value in changes.items():
+        reply.content.config_records[SETTINGS][name] = value
+    return [reply]
+
+
+def with_array(reply: Message, change: Callable[[torch.Tensor], torch.Tensor]) -> list[Message]:
+    """The reply whose first array is another."""
+    arrays = reply.content.array_records[ARRAYS]
+    name = next(iter(arrays))
+    arrays[name] = Array(change(torch.from_numpy(arrays[name].numpy().copy())).numpy())
+    return [reply]
+
+
+def huge(reply: Message) -> list[Message]:
+    """An array that claims to be larger than memory."""
+    arrays = reply.content.array_records[ARRAYS]
+    name = next(iter(arrays))
+    data = arrays[name].data.replace(b"'shape': (", b"'shape': (9999999999, ", 1)
+    arrays[name].data = data
+    return [reply]
+
+
+def poisoned_metric(reply: Message) -> list[Message]:
+    reply.content.metric_records[METRICS]["weight"] = float("nan")
+    return [reply]
+
+
+FAULTS = {
+    "raises": lambda m, r: [Message(Error(2, "it raised"), reply_to=m)],
+    "dies": lambda m, r: [Message(Error(8, "it stopped responding"), reply_to=m)],
+    "never answers": lambda m, r: [],
+    "NaN": lambda m, r: with_array(r, lambda x: x * float("nan")),
+    "another shape": lambda m, r: with_array(r, lambda x: torch.cat([x, x])),
+    "another type": lambda m, r: with_array(r, lambda x: x.double()),
+    "another run": lambda m, r: edited(r, run="foreign"),
+    "another round": lambda m, r: edited(r, token="00000000-3"),
+    "another client": lambda m, r: edited(r, client=2),
+    "a subnet that does not fit": lambda m, r: edited(r, subnets=b"\0\0\0\x03\x01\x02\x03"),
+    "a subnet that is cut off": lambda m, r: edited(r, subnets=b"\0\0\xff\xff\0"),
+    "a weight that is none": lambda m, r: poisoned_metric(r),
+    "an array that claims too much": lambda m, r: huge(r),
+    "too many bytes": lambda m, r: with_array(r, lambda x: torch.zeros(10**6)),
+    "nothing": lambda m, r: [Message(RecordDict(), reply_to=m)],
+}
+
+
+class WithoutSecond(LocalEngine):
+    """This machine's engine, but for client 1, which fails in the second round."""
+
+    rounds = 0
+
+    def run(self, tasks):
+        self.rounds += 1
+        for result in super().run(tasks):
+            fails = self.rounds == 2 and result.client == 1
+            yield Failure(1, "it failed") if fails else result
+
+
+@pytest.fixture(scope="module")
+def without_second(tmp_path_factory):
+    return Place(tmp_path_factory.mktemp("expected")).local(make=WithoutSecond, **FEDAVG)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_goes_wrong_with_one_client_is_its_failure_alone(place, fault, without_second):
+    """The round counts without it, exactly as if it had failed on this machine."""
+    meddler = Meddler(FAULTS[fault])
+    run = place.flower(meddler, **FEDAVG, flower__patience=1.0)
+    assert [record["num_clients"] for record in records(run)] == [3, 2, 3]
+    (failure,) = records(run)[1]["failures"]
+    assert failure["client"] == 1
+    assert failure["reason"]
+    assert same(run, without_second)
+
+
+class SilentAt:
+    """Loses what some clients say in one round, the first so many times that it is asked."""
+
+    def __init__(self, clients, round, times=1) -> None:
+        self.clients, self.round, self.times, self.seen = clients, round, times, {}
+
+    def __call__(self, message, answer):
+        if message.metadata.message_type == "train":
+            client = _client(message)
+            self.seen[client] = self.seen.get(client, 0) + 1
+            if client in self.clients and 0 <= self.seen[client] - self.round < self.times:
+                return []
+        return [answer(message)]
+
+
+def test_a_round_with_too_few_answers_leaves_nothing_and_is_done_again(place):
+    """Also what clients keep is that of before: APFL's do."""
+    changes = {**APFL, "flower__quorum": CLIENTS, "flower__patience": 1.0}
+    silent = SilentAt((1, 2), round=4)
+    run = place.flower(silent, **changes)
+    assert silent.seen == {0: 6, 1: 5, 2: 5}  # client 0 warms up; then a search, and 3 + 1 rounds
+    local = place.local(**APFL)
+    assert same(run, local)
+    assert records(run) == records(local)
+
+
+def test_a_round_that_never_has_enough_ends_the_run_with_what_was_learned(place):
+    changes = {**FEDAVG, "flower__quorum": 2, "flower__patience": 0.2, "run__checkpoint_every": 0}
+    with pytest.raises(TrainingError, match=r"1 of 2 .* round 2; client 1: .*no answer"):
+        place.flower(SilentAt((1, 2), round=2, times=9), **changes)
+    again = place.flower(flower__resume=True, **changes)
+    assert same(again, place.local(**FEDAVG))
+
+
+def test_spare_clients_are_asked_and_not_waited_for(place):
+    changes = {**FEDAVG, "method__fraction": 0.6, "flower__spare": 0.5, "flower__patience": 60.0}
+    run = place.flower(SilentAt((2,), round=1, times=9), **changes)
+    assert [record["num_clients"] for record in records(run)] == [2, 2, 2]
+    reasons = {f["reason"] for record in records(run) for f in record["failures"]}
+    assert reasons == {"it was not waited for: enough others had answered"}
+
+
+def test_who_answers_twice_counts_once(place):
+    twice = Meddler(lambda m, r: [r, r])
+    assert same(place.flower(twice, **FEDAVG), place.local(**FEDAVG))
+
+
+def test_a_late_answer_to_an_earlier_order_is_not_taken_for_a_new_one(place):
+    """What came too late in one round is sent again in the next, before the right answer."""
+    late = []
+
+    def delay(message, answer):
+        reply = answer(message)
+        if message.metadata.message_type == "train" and _client(message) == 1:
+            late.append(reply)
+            if len(late) == 2:
+                return []
+            if len(late) == 3:
+                old = Message(late[1].content, reply_to=message)  # in the guise of a new one
+                return [old]
+        return [reply]
+
+    run = place.flower(delay, **FEDAVG, flower__patience=1.0)
+    assert [record["num_clients"] for record in records(run)] == [3, 2, 2]
+    assert "another order" in records(run)[2]["failures"][0]["reason"]
+
+
+def test_a_node_that_is_gone_is_missed_and_one_that_comes_back_is_found(place):
+    """It may come back under another number: the client it is stays the same."""
+    seen = []
+
+    def restart(message, answer):
+        seen.append(message)
+        if message.metadata.message_type == "train" and len(seen) == 3 + CLIENTS:
+            grid.contexts[200] = grid.contexts.pop(101)
+            grid.contexts[200].__dict__["node_id"] = 200
+        return [answer(message)]
+
+    grid = place.grid(restart, **FEDAVG)
+    run = trained(grid, place.config("flower", **FEDAVG))
+    assert same(run, place.local(**FEDAVG))
+    asked = [m.metadata.dst_node_id for m in grid.sent if m.metadata.message_type == "query"]
+    assert asked == [100, 101, 102, 200]
+
+
+def test_a_message_has_one_record_of_each_kind_and_only_the_cells_of_the_subnet(place):
+    grid = place.grid(method__name="heterofl")
+    run = trained(grid, place.config("flower", method__name="heterofl"))
+    sizes = {}
+    for message in grid.sent:
+        if message.metadata.message_type == "train":
+            content = message.content
+            assert len(content.array_records) == len(content.config_records) == 1
+            assert len(content.metric_records) == 1
+            arrays = content.array_records[ARRAYS].values()
+            sizes.setdefault(_client(message), sum(a.numpy().nbytes for a in arrays))
+    tasks = run.method.plan(
+        run.setup, replace(run.state, round=0, phase="train"), run.setup.clients
+    )
+    assert sizes == {task.client: num_bytes(run.setup, *task.subnets) for task in tasks}
+
+
+def test_letters_count_their_bytes(place):
+    grid = place.grid(**FEDAVG)
+    trained(grid, place.config("flower", **FEDAVG))
+    order = next(m for m in grid.sent if m.metadata.message_type == "train").content
+    arrays = order.array_records[ARRAYS]
+    assert letters.num_bytes(order) > sum(len(a.data) for a in arrays.values())

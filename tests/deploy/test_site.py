@@ -1,0 +1,217 @@
+"""What a node has, what it says, and what it affords."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import stat
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, RecordDict
+
+from fedquilt.deploy import measure
+from fedquilt.deploy.app import run_config, write_app
+from fedquilt.deploy.deadline import TooLate, within
+from fedquilt.deploy.hello import Hello
+from fedquilt.deploy.server import trained
+from fedquilt.deploy.site import (
+    settings_of,
+    site_of,
+    state_folder,
+    whole_setup,
+    with_budget,
+)
+from fedquilt.engines.flower.letters import SETTINGS
+from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.structure.budget import Budget
+from fedquilt.training.descent import Optimiser
+
+from .conftest import SETTINGS as SMALL
+from .grid import OneProcessGrid
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_settings_survive_flowers_run_config():
+    changes = {"data.budgets": '["x"]', "method.widths": "[1, 0.5]", "model.name": "mlp"}
+    config = settings_of({**SMALL, **changes, "data.budgets": "[{params = 100}, 0.5]"})
+    again = settings_of(run_config(config))
+    assert again == config
+    assert again.data.budgets == ({"params": 100.0}, 0.5)
+
+
+def test_an_app_folder_holds_the_settings(tmp_path):
+    config = settings_of(SMALL)
+    folder = write_app(tmp_path / "app", config)
+    read = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert settings_of(read["tool"]["flwr"]["app"]["config"]) == config
+
+
+def test_nodes_part_the_set_as_clients_on_one_machine_do():
+    config = settings_of(SMALL)
+    sites = [site_of(config, {"partition-id": i}) for i in range(3)]
+    whole = sum(len(site.data["train"][i]) for i, site in enumerate(sites))
+    assert whole == sum(site.client.num_examples for site in sites) == int(1442 * 0.15)
+    assert [site.client.budget.width for site in sites] == [1, 0.5, 0.25]
+    for i, site in enumerate(sites):
+        assert {c for by in site.data.values() for c in by} <= {i, -1}
+
+
+@pytest.mark.parametrize("node", [{}, {"partition-id": -1}, {"partition-id": "one"}])
+def test_a_node_that_does_not_know_who_it_is_is_told_how(node):
+    with pytest.raises(ConfigError, match="--node-config 'partition-id=0'"):
+        site_of(settings_of(SMALL), node)
+
+
+def test_a_node_beyond_the_clients_is_refused():
+    with pytest.raises(ConfigError, match="3 clients"):
+        site_of(settings_of(SMALL), {"partition-id": 3})
+
+
+def test_a_node_may_have_data_of_its_own(tmp_path):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 255, (20, 8, 8), dtype=np.uint8)
+    labels = np.arange(20) % 4
+    np.savez(
+        tmp_path / "mine.npz", x_train=images, y_train=labels, x_test=images[:5], y_test=labels[:5]
+    )
+    site = site_of(settings_of(SMALL), {"partition-id": 7, "data": str(tmp_path / "mine.npz")})
+    assert (site.client.id, site.client.num_examples, site.client.labels) == (7, 20, (0, 1, 2, 3))
+    assert site.has_tests
+    assert site.example.shape == (1, 1, 8, 8)
+
+
+def test_what_a_node_says_is_what_the_server_hears():
+    site = site_of(settings_of(SMALL), {"partition-id": 1})
+    site = with_budget(site, "params=1000 macs=50000", settings_of(SMALL))
+    said = Hello.of(site)
+    assert Hello.read(said.content()) == said
+    assert said.client.budget == Budget(params=1000, macs=50000)
+    assert said.example.shape == site.example.shape
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"client": 1}, {"problem": "the disk is full"}, {"shape": "[1e9]"}]
+)
+def test_what_makes_no_sense_is_refused(words):
+    with pytest.raises(TrainingError, match=r"disk is full|cannot be read"):
+        Hello.read(RecordDict({SETTINGS: ConfigRecord(words)}))
+
+
+@pytest.mark.parametrize("word", ["large", "params=many", "width", True])
+def test_a_budget_that_is_none_is_refused(word):
+    site = site_of(settings_of(SMALL), {"partition-id": 0})
+    with pytest.raises(ConfigError, match="a node's budget is"):
+        with_budget(site, word, settings_of(SMALL))
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """A device on which a step takes as many seconds as the model has width."""
+    timed = []
+
+    def seconds(module, data, optimiser):
+        width = module.features[0].weight.shape[0] / 4
+        timed.append(width)
+        return width
+
+    monkeypatch.setattr(measure, "_seconds_a_step", seconds)
+    return timed
+
+
+@pytest.mark.parametrize(
+    ("deadline", "width"), [(None, 1.0), (10**6, 1.0), (9.0, 0.5), (4.0, 0.25), (0.01, 0.25)]
+)
+def test_the_largest_width_that_meets_the_deadline_is_what_a_device_affords(steps, deadline, width):
+    """8 batches an epoch, half as much again to be on the safe side."""
+    site = site_of(settings_of(SMALL), {"partition-id": 0})
+    setup = whole_setup(settings_of(SMALL), site)
+    data = site.data["train"][0].select(torch.arange(72))
+    found, tried = measure.affordable(
+        setup, data, Optimiser(epochs=1, batch_size=9), deadline, (0.25, 1.0, 0.5)
+    )
+    assert found.width == width
+    assert [candidate.width for candidate in tried] == [w for w in (1.0, 0.5, 0.25) if w >= width]
+
+
+def test_what_does_not_fit_into_memory_is_not_tried(steps, monkeypatch):
+    site = site_of(settings_of(SMALL), {"partition-id": 0})
+    setup = whole_setup(settings_of(SMALL), site)
+    data = site.data["train"][0]
+    sizes = [measure.measured(setup, data, Optimiser(), w, float("inf")).memory for w in (1, 0.5)]
+    steps.clear()
+    monkeypatch.setattr(measure, "free_memory", lambda: sizes[1])
+    found, _ = measure.affordable(setup, data, Optimiser(), None, (1.0, 0.5))
+    assert found.width == 0.5
+    assert steps == [0.5]
+
+
+def test_a_device_is_measured_once_a_run(tmp_path):
+    config = settings_of({**SMALL, "flower.deadline": 1000.0})
+    site = site_of(config, {"partition-id": 0})
+    first = with_budget(site, "auto", config, folder=tmp_path)
+    found = json.loads((tmp_path / "measured.json").read_text())
+    assert found["width"] == first.client.budget.width == 1.0
+    assert found["tried"][0]["seconds"] > 0
+    (tmp_path / "measured.json").write_text('{"width": 0.25}')
+    assert with_budget(site, "auto", config, folder=tmp_path).client.budget.width == 0.25
+
+
+def test_what_clients_keep_is_for_their_owner_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDQUILT_STATE", str(tmp_path))
+    folder = state_folder({"partition-id": 4}, "abc123")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert folder != state_folder({"partition-id": 5}, "abc123")
+    assert folder != state_folder({"partition-id": 4}, "abc124")
+    for name in ("../up", "a/b", "", "."):
+        with pytest.raises(ConfigError, match="letters and digits"):
+            state_folder({"partition-id": 4}, name)
+
+
+def test_work_that_takes_too_long_is_stopped():
+    stopped = threading.Event()
+
+    def endless() -> None:
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            stopped.set()
+
+    with pytest.raises(TooLate, match=r"within 0\.1 seconds"):
+        within(0.1, endless)
+    assert stopped.wait(10)
+
+
+def test_problems_of_the_work_are_its_own():
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        within(10, fail)
+    with pytest.raises(ValueError, match="no"):
+        within(0, fail)
+
+
+def test_the_example_app_trains_its_own_model_on_its_own_data(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "flower_app"))
+    app = importlib.import_module("quilt.app")
+    project = tomllib.loads((ROOT / "examples" / "flower_app" / "pyproject.toml").read_text())
+    settings = project["tool"]["flwr"]["app"]["config"] | {"flower.out": str(tmp_path / "run")}
+    budgets = (1.0, 0.5, "auto")
+    nodes = {i: {"partition-id": i, "budget": budget} for i, budget in enumerate(budgets)}
+    grid = OneProcessGrid(app.client, settings, nodes)
+    run = trained(grid, settings_of(settings), model=app.Net, test=app.digits(slice(1500, None)))
+    assert run.scores[0].accuracy > 0.5
+    assert run.scores[0].user_accuracy is not None
