@@ -201,16 +201,17 @@ def test_codes_are_kept_while_they_are_shorter_than_the_model(home):
     state = home.start(method)
     whole = sum(tensor.nbytes for tensor in state.params.values())
     state = replace(method.merge(home.setup, state, [changed_by(state, draw)(0)]), round=1)
-    (length,) = {code.nbytes for code in codes_of(state).values()}
-    for number in range(1, 2 * whole // length):
+    lengths = [code.nbytes for code in codes_of(state).values()]
+    for number in range(1, 2 * whole // lengths[0]):
         (task, other) = method.plan(home.setup, state, cohort(home, (0, 1)))
         assert other.subnets == WHOLE
+        assert (task.subnets == WHOLE) == (sum(lengths) >= whole)
         down = sum(t.nbytes for t in task.params.values())
-        assert (task.subnets == WHOLE) == (number * length >= whole)
-        assert down == (whole if task.subnets else number * length)
+        assert down == (whole if task.subnets else sum(lengths))
         assert sum(code.nbytes for code in codes_of(state).values()) < whole
         updates = [changed_by(state, draw)(2)] if number < 3 else []
         state = replace(method.merge(home.setup, state, updates), round=number + 1)
+        lengths += [code.nbytes for n, code in codes_of(state).items() if n == number]
     assert not codes_of(state)
     assert not synced_of(state)
 

@@ -129,7 +129,8 @@ class _Office:
         if place.digest != envelope.structure:
             raise ConfigError(
                 "the server's model is cut in another way than this client's; do both have the "
-                "same model, method and version of fedquilt?"
+                "same model, method and version of fedquilt? If clients have different labels, "
+                "set model.num_classes"
             )
         return place
 

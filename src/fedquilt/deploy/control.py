@@ -46,12 +46,15 @@ class Control:
 
     def register(self, public: Path, name: str) -> None:
         """Lets the node with this public key in, if it is not known yet."""
-        key = serialization.load_ssh_public_key(public.read_bytes()).public_bytes(
-            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
+        key = _read(public)
         if all(node.public_key != key for node in self._nodes()):
             request = RegisterNodeRequest(public_key=key, name=name)
             self._asked("POST", "/v1/control/register-node", request.SerializeToString())
+
+    def is_online(self, public: Path) -> bool:
+        """Whether the node with this key counts as there: a minute longer, if it was killed."""
+        key = _read(public)
+        return any(node.public_key == key and node.status == ONLINE for node in self._nodes())
 
     def _nodes(self) -> list[Any]:
         question = ListNodesRequest().SerializeToString()
@@ -78,3 +81,10 @@ class Control:
             return HTTPConnection(self.host, self.port, timeout=SECONDS)
         trusted = ssl.create_default_context(cafile=self.authority)
         return HTTPSConnection(self.host, self.port, timeout=SECONDS, context=trusted)
+
+
+def _read(public: Path) -> bytes:
+    """A public key as SuperLinks know it."""
+    return serialization.load_ssh_public_key(public.read_bytes()).public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )

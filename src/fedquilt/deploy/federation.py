@@ -20,7 +20,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,22 +144,16 @@ class Federation:
 
     def wait(self, seconds: float = START) -> None:
         """Waits until all nodes are online."""
-        until = time.monotonic() + seconds
-        while True:
-            found = self.status()
-            if all(status.is_online for status in found):
-                return
-            for status in found:
-                if not status.is_running:
-                    service = self._services[status.number]
-                    raise FederationError(_death(f"node {status.number}", service))
-            if time.monotonic() >= until:
-                missing = ", ".join(str(s.number) for s in found if not s.is_online)
-                raise FederationError(
-                    f"after {seconds:g} seconds these nodes are not online: {missing}; see "
-                    f"{self.folder / 'logs'}"
-                )
-            time.sleep(PAUSE)
+        logs = self.folder / "logs"
+        _until(self._are_online, f"nodes are not online; see {logs}", seconds)
+
+    def _are_online(self) -> bool:
+        statuses = self.status()
+        for status in statuses:
+            if not status.is_running:
+                service = self._services[status.number]
+                raise FederationError(_death(f"node {status.number}", service))
+        return all(status.is_online for status in statuses)
 
     def status(self) -> list[NodeStatus]:
         """How every node is; raises a FederationError if the SuperLink has died."""
@@ -195,7 +189,7 @@ class Federation:
         self._link, self._services = None, {}
 
     def start_node(self, number: int) -> None:
-        """Starts a node that does not run."""
+        """Starts a node that does not run; waits until its SuperLink knows that it does not."""
         if number in self._services and self._services[number].exit_code is None:
             raise ConfigError(f"node {number} runs already")
         path = self.folder / "nodes" / f"node-{number}.toml"
@@ -206,8 +200,10 @@ class Federation:
         if self._is_insecure:
             command += ["--insecure"]
         else:
+            key = self._key(number)
+            _until(lambda: not self._control.is_online(key.public), f"node {number} is still there")
             command += ["--root-certificates", str(self._certificates.authority)]
-            command += ["--auth-supernode-private-key", str(self._key(number).private)]
+            command += ["--auth-supernode-private-key", str(key.private)]
             command += self._served_with_tls()
         log = self.folder / "logs" / f"node-{number}.log"
         self._services[number] = Service(command, log, self._environment)
@@ -235,25 +231,19 @@ class Federation:
         else:
             command += ["--enable-supernode-auth", *self._served_with_tls()]
         self._write_config()
-        self._link = Service(command, self.folder / "logs" / "superlink.log", self._environment)
-        self._await_link(self._link)
+        log = self.folder / "logs" / "superlink.log"
+        self._link = link = Service(command, log, self._environment)
+        _until(lambda: self._answers(link), f"the SuperLink gives no answer; see {log}")
         if not self._is_insecure:
             for number in range(len(self._nodes)):
                 self._control.register(self._key(number).public, f"node-{number}")
         words = {"port": self._ports[0], "is_insecure": self._is_insecure, "nodes": self._nodes}
         write_text(self.folder / ABOUT, json.dumps(words, indent=1))
 
-    def _await_link(self, link: Service) -> None:
-        until = time.monotonic() + START
-        while not self._control.is_there():
-            if link.exit_code is not None:
-                raise FederationError(_death("the SuperLink", link))
-            if time.monotonic() >= until:
-                raise FederationError(
-                    f"the SuperLink gave no answer within {START:g} seconds; its log ends: "
-                    f"{link.last_words}"
-                )
-            time.sleep(PAUSE)
+    def _answers(self, link: Service) -> bool:
+        if link.exit_code is not None:
+            raise FederationError(_death("the SuperLink", link))
+        return self._control.is_there()
 
     def _write_config(self) -> None:
         """Tells Flower's commands how to reach the SuperLink."""
@@ -318,6 +308,15 @@ def about(folder: Path) -> dict[str, Any] | None:
         return words if Control(HOST, words["port"], authority).is_there() else None
     except (OSError, ValueError):
         return None
+
+
+def _until(is_so: Callable[[], bool], otherwise: str, seconds: float = START) -> None:
+    """Waits until something is so."""
+    until = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() >= until:
+            raise FederationError(f"after {seconds:g} seconds {otherwise}")
+        time.sleep(PAUSE)
 
 
 def _free_ports(count: int, first: int | None) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ class Hello:
     client: Client
     has_tests: bool
     num_classes: int
+    num_tokens: int | None
     shape: tuple[int, ...]  # of one input
     dtype: str
 
@@ -35,9 +36,16 @@ class Hello:
             site.client,
             site.has_tests,
             site.num_classes,
+            site.num_tokens,
             tuple(site.example.shape[1:]),
             str(site.example.dtype).removeprefix("torch."),
         )
+
+    @property
+    def look(self) -> str:
+        """What its inputs are."""
+        tokens = f" of {self.num_tokens} tokens" if self.num_tokens else ""
+        return f"{self.dtype} {self.shape}{tokens}"
 
     @property
     def example(self) -> Tensor:
@@ -58,6 +66,7 @@ class Hello:
                         "group": client.group,
                         "tests": self.has_tests,
                         "classes": self.num_classes,
+                        "tokens": self.num_tokens or 0,
                         "shape": json.dumps(self.shape),
                         "dtype": self.dtype,
                     }
@@ -88,6 +97,7 @@ class Hello:
                 client,
                 bool(words["tests"]),
                 int(words["classes"]),  # type: ignore[arg-type]
+                int(words["tokens"]) or None,  # type: ignore[arg-type]
                 shape,
                 dtype,
             )

@@ -66,7 +66,9 @@ def trained(grid: Grid, config: Config, *, model: MakeModel | None = None, test:
         held_out = as_examples(test) if source is None else source.test
     people = _population(hellos, held_out)
     site = _as_seen(hellos)
-    config = fitted(config, tuple(site.example.shape[1:]), site.num_classes)
+    if model is None:
+        shape = tuple(site.example.shape[1:])
+        config = fitted(config, shape, site.num_classes, site.num_tokens)
     whole = whole_setup(config, site, model)
     whole = Setup(
         whole.model, whole.structure, whole.example, people.clients, config.rounds, config.seed
@@ -92,6 +94,7 @@ def trained(grid: Grid, config: Config, *, model: MakeModel | None = None, test:
         resume=config.flower.resume,
         scale=source.scale if source is not None else None,
         engine=engine,
+        named=model is None,
     )
     return train(Lines(lambda line: log(INFO, line), config.rounds))
 
@@ -132,13 +135,13 @@ def _as_seen(hellos: dict[int, Hello]) -> Site:
     """What all clients have in common: the look of an input, and the classes of any of them."""
     first = next(iter(hellos.values()))
     for hello in hellos.values():
-        if (hello.shape, hello.dtype) != (first.shape, first.dtype):
+        if hello.look != first.look:
             raise DataError(
-                f"client {hello.client.id} has inputs of {hello.dtype} {hello.shape}, client "
-                f"{first.client.id} of {first.dtype} {first.shape}; all must be alike"
+                f"client {hello.client.id} has inputs of {hello.look}, client {first.client.id} of "
+                f"{first.look}; all must be alike"
             )
     classes = max(hello.num_classes for hello in hellos.values())
-    return Site(first.client, {}, first.example, classes)
+    return Site(first.client, {}, first.example, classes, first.num_tokens)
 
 
 server = server_app()

@@ -22,6 +22,7 @@ from fedquilt.engines.local import die_with
 MARK = "FEDQUILT_SERVICE"  # the variable that a service and all of its children have
 PATIENCE = 10.0  # seconds to end in after being asked
 PAUSE = 0.05
+NUM_WORDS = 3  # lines of a log that tell why it ended
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -64,9 +65,11 @@ class Service:
 
     @property
     def last_words(self) -> str:
-        """The end of its log, in one line."""
+        """The last error in its log, or else the end of it, in one line."""
         lines = [" ".join(line.split()) for line in self.said.splitlines() if line.strip()]
-        return " / ".join(lines[-3:]) or "it said nothing"
+        errors = [i for i, line in enumerate(lines) if line.startswith("ERROR")]
+        first = errors[-1] if errors else max(len(lines) - NUM_WORDS, 0)
+        return " / ".join(lines[first : first + NUM_WORDS]) or "it said nothing"
 
     def family(self) -> set[int]:
         """All processes that it has started and that run, itself included."""

@@ -28,6 +28,7 @@ from fedquilt.config import (
     population_of,
     read_value,
     source_of,
+    structure_of,
 )
 from fedquilt.data.examples import ClientData, as_examples
 from fedquilt.data.load import Source, load
@@ -38,7 +39,6 @@ from fedquilt.federation.client import SERVER, Client
 from fedquilt.federation.state import Setup
 from fedquilt.runs.checkpoint import write_text
 from fedquilt.structure.budget import Budget
-from fedquilt.structure.groups import Structure
 from fedquilt.structure.values import as_values, from_values
 
 Value = bool | int | float | str
@@ -68,6 +68,7 @@ class Site:
     data: Mapping[str, Mapping[int, ClientData]]
     example: Tensor
     num_classes: int
+    num_tokens: int | None = None  # of texts
 
     @property
     def has_tests(self) -> bool:
@@ -104,7 +105,8 @@ def _part(config: Config, number: int) -> Site:
         split: {c: examples for c, examples in by_client.items() if c in (number, SERVER)}
         for split, by_client in people.data.items()
     }
-    return Site(people.clients[number], data, example_of(source), source.num_classes)
+    client, example = people.clients[number], example_of(source)
+    return Site(client, data, example, source.num_classes, source.num_tokens)
 
 
 @lru_cache(maxsize=2)
@@ -118,9 +120,10 @@ def _own(number: int, node: NodeConfig, give: GiveData | None) -> Site:
     """A client with data of its own."""
     train: ClientData
     test: ClientData | None
+    num_tokens = None
     if give is None:
         source = load(str(node["data"]))
-        train, test = source.train, source.test
+        train, test, num_tokens = source.train, source.test, source.num_tokens
     else:
         given = give(node)
         first, second = given if _is_pair_of_sets(given) else (given, None)
@@ -134,6 +137,7 @@ def _own(number: int, node: NodeConfig, give: GiveData | None) -> Site:
         {"train": {number: train}, "test": tests},
         torch.zeros_like(x),
         max(train.label_set) + 1,
+        num_tokens,
     )
 
 
@@ -151,7 +155,8 @@ def whole_setup(
     What can be cut is looked up in the folder, or else found and written there.
     """
     if make is None:
-        full = fitted(config, tuple(site.example.shape[1:]), site.num_classes)
+        shape = tuple(site.example.shape[1:])
+        full = fitted(config, shape, site.num_classes, site.num_tokens)
         model = model_of(full)
     else:
         with torch.random.fork_rng(devices=[]):
@@ -161,9 +166,7 @@ def whole_setup(
     if path is not None and path.exists():
         structure = from_values(json.loads(path.read_text()))
     else:
-        structure = Structure.trace(
-            model, site.example, exclude=config.model.exclude, blocks=config.model.blocks
-        )
+        structure = structure_of(config, model, site.example)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(as_values(structure)))

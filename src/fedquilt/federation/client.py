@@ -49,7 +49,10 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What a client sends back: subnets, which it may have chosen itself, and their tensors."""
+    """What a client sends back: subnets, which it may have chosen itself, and their tensors.
+
+    Instead of a subnet's tensors there may be a code of them, which the method opens.
+    """
 
     client: int
     subnets: tuple[Subnet, ...]

@@ -70,8 +70,13 @@ def begun(
     scale: Normalise | None = None,
     tell: Callable[[Matched], None] = lambda matched: None,
     engine: MakeEngine | None = None,
+    named: bool = True,
 ) -> Callable[[Watch], Run]:
-    """The same for clients that are known already, and with an engine of one's own."""
+    """The same for clients that are known already, and with an engine of one's own.
+
+    ``named``: the settings name the model, so that the run can be opened by them alone.
+    """
+    described = {"config": config.model_dump(mode="json")} if named else {}
     model, method = whole.model, method_of(config)
     if config.model.weights is not None and not resume:  # a resumed run has its initial values
         tell(_pretrained(model, method, config))
@@ -97,7 +102,7 @@ def begun(
         else None,
         watch=watch,
         engine=engine,
-        about={"config": config.model_dump(mode="json"), "scale": scale and asdict(scale)},
+        about={**described, "scale": scale and asdict(scale)},
     )
 
 
