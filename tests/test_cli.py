@@ -33,7 +33,7 @@ def net(in_channels, num_classes):
     )
 """  # 186 parameters, 54 at a quarter of the width
 TINY = ["--model", "mlp", "--set", "model.hidden=[8]", "--clients", "4", "--budgets", "1,0.25"]
-COMMANDS = ("train", "evaluate", "cost", "customize", "report")
+COMMANDS = ("train", "evaluate", "cost", "customize", "report", "up")
 
 
 @dataclass

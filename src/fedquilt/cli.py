@@ -321,9 +321,9 @@ def report(
 ) -> None:
     """Write one page about runs: tables, pictures, and the data behind them.
 
-    Accuracy against width, parameters, MACs, time and bytes; robust against standard accuracy, if
-    `evaluate --attack` has measured it; clients' work and accuracy; what each domain trained; what
-    clients' nets cost, in the mean and by budget; steps and weights of blocks.
+    Accuracy against width, parameters, MACs, time, bytes and rounds; robust against standard
+    accuracy, if `evaluate --attack` has measured it; clients' work and accuracy; what each domain
+    trained; what clients' nets cost, in the mean and by budget; steps and weights of blocks.
 
     Where clients choose their nets: what these keep of every layer, client by client and in the
     mean; parameters and MACs by layer; compression against the divergence of labels.

@@ -14,13 +14,11 @@ import pytest
 from safetensors.torch import load_file
 
 from fedquilt.cli import main
-from fedquilt.config import Config
-from fedquilt.deploy.app import write_app
 from fedquilt.deploy.certificates import node_key
 from fedquilt.deploy.connection import environment, executable
 from fedquilt.deploy.federation import Federation
 from fedquilt.deploy.service import Service
-from fedquilt.errors import FederationError, TrainingError
+from fedquilt.errors import FederationError
 
 LONG = 900  # seconds: every message to a client is a process, and machines may be busy
 SHORT_RUN = [
@@ -96,8 +94,6 @@ def test_a_federation_lets_its_own_nodes_in_trains_like_one_machine_and_leaves_n
             intruder.end(LONG)
             assert intruder.exit_code != 0
             assert "SuperNode ID" not in intruder.said
-        with pytest.raises(TrainingError, match=r"set flower\.out"):
-            federation.connection.run(write_app(tmp_path / "app", Config()), lambda line: None)
 
         federation.stop_node(2, signal.SIGKILL)
         assert [node.is_running for node in federation.status()] == [True, True, False]
