@@ -12,7 +12,6 @@ from flwr.app import Array, Error, Message, RecordDict
 
 from fedquilt.deploy.client import client_app
 from fedquilt.deploy.server import trained
-from fedquilt.engines.flower import letters
 from fedquilt.engines.flower.letters import ARRAYS, METRICS, SETTINGS
 from fedquilt.engines.local import LocalEngine
 from fedquilt.errors import TrainingError
@@ -291,9 +290,14 @@ def test_a_message_has_one_record_of_each_kind_and_only_the_cells_of_the_subnet(
     assert sizes == {task.client: num_bytes(run.setup, *task.subnets) for task in tasks}
 
 
-def test_letters_count_their_bytes(place):
-    grid = place.grid(**FEDAVG)
-    trained(grid, place.config("flower", **FEDAVG))
-    order = next(m for m in grid.sent if m.metadata.message_type == "train").content
-    arrays = order.array_records[ARRAYS]
-    assert letters.num_bytes(order) > sum(len(a.data) for a in arrays.values())
+def test_bytes_on_the_wire_are_counted_and_hardly_more_than_the_subnets(place):
+    changes = {**FEDAVG, "model__hidden": "[256, 256]"}
+    run = place.flower(**changes)
+    found = json.loads((run.folder / "traffic.json").read_text())
+    up = sum(record["bytes_up"] for record in records(run))
+    down = sum(record["bytes_down"] for record in records(run))
+    evaluated = down // len(records(run))  # the model once more, to every client
+    assert (found["tensors_up"], found["tensors_down"]) == (up, down + evaluated)
+    assert found["num_orders"] == found["num_answers"] == CLIENTS * (len(records(run)) + 1)
+    assert up < found["bytes_up"] < 1.02 * up
+    assert found["tensors_down"] < found["bytes_down"] < 1.02 * found["tensors_down"]

@@ -16,7 +16,7 @@ from fedquilt.deploy.connection import Connection
 from fedquilt.deploy.federation import Federation
 from fedquilt.deploy.launch import Place, node_configs, place_of, sample_app, spelled_out, trained
 from fedquilt.deploy.site import settings_of
-from fedquilt.errors import CheckpointError, ConfigError
+from fedquilt.errors import CheckpointError, ConfigError, DataError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -150,6 +150,13 @@ def test_settings_are_those_of_a_local_run_unless_nodes_have_data_of_their_own()
     for node in ({"partition-id": 0, "data": "/somewhere"},), None:
         sent = spelled_out(config, Place(Connection("mine"), node))
         assert "num_classes" not in (sent.model.model_extra or {})
+
+
+def test_where_nodes_have_data_of_their_own_the_server_tests_on_what_it_is_told_to():
+    place = Place(Connection("mine"), ({"partition-id": 0, "data": "/somewhere"},))
+    with pytest.raises(DataError, match="not known"):
+        source_of(spelled_out(settings(), place))
+    assert spelled_out(settings(data__source="digits"), place).data.source == "digits"
 
 
 def test_the_app_has_the_settings_and_only_its_own_lines_are_shown(seen, tmp_path):

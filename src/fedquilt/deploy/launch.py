@@ -25,6 +25,7 @@ from fedquilt.structure.budget import Budget
 
 ENGINES = ("local", "flower", "flower-simulation")
 SETS = {"digits", "digits5", *HUB, *FOLDERS}  # whose names are no paths
+OWN_DATA = "own-data"  # in place of a set: there is none that all know
 INSTALLED = "Successfully installed"  # what Flower says before the server's app begins
 LOGGED = re.compile(r"(?:INFO|WARNING) :\s+(.*\S)")
 
@@ -61,9 +62,12 @@ def place_of(text: str) -> Place:
 def spelled_out(config: Config, place: Place | None) -> Config:
     """The settings as they are sent: with paths that hold anywhere, and a number of clients.
 
-    Where nodes have data of their own, or may have, server and clients fit the model to those.
+    Where nodes have data of their own, or may have, server and clients fit the model to those;
+    the server then tests on a set only if the settings name one.
     """
     changes = _absolute(config)
+    if place is not None and place.has_data and "source" not in config.data.model_fields_set:
+        changes["data.source"] = OWN_DATA
     if config.data.clients is None and place is not None:
         changes["data.clients"] = CLIENTS if place.nodes is None else len(place.nodes)
     config = checked(override(config.model_dump(), changes))

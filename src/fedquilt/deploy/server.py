@@ -6,7 +6,9 @@ interrupted, by whatever, goes on from there.
 
 from __future__ import annotations
 
+import json
 import secrets
+from dataclasses import asdict
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from fedquilt.errors import ConfigError, DataError
 from fedquilt.federation.client import SERVER
 from fedquilt.federation.state import Setup
 from fedquilt.report.progress import Lines
+from fedquilt.runs.checkpoint import write_text
 from fedquilt.runs.configured import begun
 from fedquilt.runs.run import Run
 
@@ -75,16 +78,15 @@ def trained(grid: Grid, config: Config, *, model: MakeModel | None = None, test:
     )
     patience = Patience(config.flower.deadline, config.flower.patience)
 
+    engines: list[FlowerEngine] = []
+
     def engine(setup: Setup, _: Population, __: Path | None) -> FlowerEngine:
-        return FlowerEngine(
-            grid,
-            nodes.find,
-            setup.model,
-            setup.structure,
-            held_out,
-            run_name=name,
-            patience=patience,
+        model, structure = setup.model, setup.structure
+        made = FlowerEngine(
+            grid, nodes.find, model, structure, held_out, run_name=name, patience=patience
         )
+        engines.append(made)
+        return made
 
     train = begun(
         config,
@@ -96,7 +98,11 @@ def trained(grid: Grid, config: Config, *, model: MakeModel | None = None, test:
         engine=engine,
         named=model is None,
     )
-    return train(Lines(lambda line: log(INFO, line), config.rounds))
+    run = train(Lines(lambda line: log(INFO, line), config.rounds))
+    traffic = engines[0].traffic
+    log(INFO, "%s", traffic)
+    write_text(folder / "traffic.json", json.dumps(asdict(traffic)))
+    return run
 
 
 def _named(config: Config) -> Config:

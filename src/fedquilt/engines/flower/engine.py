@@ -54,12 +54,22 @@ class Patience:
 
 @dataclass
 class Traffic:
-    """Bytes in messages, and how many of those there were, so far."""
+    """Bytes in messages so far, those of tensors among them, and how many messages there were."""
 
     bytes_down: int = 0
     bytes_up: int = 0
+    tensors_down: int = 0
+    tensors_up: int = 0
     num_orders: int = 0
     num_answers: int = 0
+
+    def __str__(self) -> str:
+        """For people."""
+        down, up = self.bytes_down / 1e6, self.bytes_up / 1e6
+        return (
+            f"{self.num_orders} orders of {down:.2f} MB ({self.tensors_down / 1e6:.2f} MB of "
+            f"tensors), {self.num_answers} answers of {up:.2f} MB ({self.tensors_up / 1e6:.2f} MB)"
+        )
 
 
 class FlowerEngine:
@@ -255,6 +265,7 @@ class _Post:
         content = letters.order(task, self._structure, envelope)
         size = letters.num_bytes(content)
         self._traffic.bytes_down += size
+        self._traffic.tensors_down += letters.tensor_bytes(content)
         self._traffic.num_orders += 1
         message = Message(
             content,
@@ -275,6 +286,7 @@ class _Post:
         if reply.has_error():
             return Failure(sent.client, f"{reply.error.reason} (Flower's code {reply.error.code})")
         self._traffic.bytes_up += letters.num_bytes(reply.content)
+        self._traffic.tensors_up += letters.tensor_bytes(reply.content)
         self._traffic.num_answers += 1
         try:
             if reply.metadata.src_node_id != sent.node:

@@ -178,6 +178,12 @@ def num_bytes(content: RecordDict) -> int:
     )
 
 
+def tensor_bytes(content: RecordDict) -> int:
+    """The bytes of a message's numbers alone: what its subnets are, without any heading."""
+    arrays = (a for record in content.array_records.values() for a in record.values())
+    return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
+
+
 def most_bytes(task: Task, structure: Structure, size: int) -> int:
     """How long an answer may be: as the order, or as the whole model if that names no subnet."""
     if task.subnets:
