@@ -87,16 +87,11 @@ class Federation:
         require_flower()
         if simulation and nodes:
             raise ConfigError("a simulation has no nodes of its own; give none")
-        self.folder, self._nodes = folder.resolve(), tuple(nodes)
+        self.folder, self.nodes = folder.resolve(), tuple(nodes)
         self._is_simulation, self._is_insecure = simulation, insecure or simulation
         self._wanted_port = port
         self._link: Service | None = None
         self._services: dict[int, Service] = {}
-
-    @property
-    def num_nodes(self) -> int:
-        """How many nodes it has, whether they run or not."""
-        return len(self._nodes)
 
     @property
     def address(self) -> str:
@@ -129,7 +124,7 @@ class Federation:
             )
         try:
             self._start_link()
-            for number in range(len(self._nodes)):
+            for number in range(len(self.nodes)):
                 self.start_node(number)
         except BaseException:
             self.stop()
@@ -166,7 +161,7 @@ class Federation:
                 service.pid,
                 service.exit_code,
                 service.exit_code is None and _flowers_number(service) in online,
-                self._nodes[number],
+                self.nodes[number],
             )
             for number, service in sorted(self._services.items())
         ]
@@ -193,7 +188,7 @@ class Federation:
         if number in self._services and self._services[number].exit_code is None:
             raise ConfigError(f"node {number} runs already")
         path = self.folder / "nodes" / f"node-{number}.toml"
-        lines = (f"{name} = {json.dumps(value)}\n" for name, value in self._nodes[number].items())
+        lines = (f"{name} = {json.dumps(value)}\n" for name, value in self.nodes[number].items())
         write_text(path, "".join(lines))
         command = [executable("flower-supernode"), "--superlink", self.address]
         command += ["--port", str(self._ports[1 + number]), "--node-config", str(path)]
@@ -235,9 +230,9 @@ class Federation:
         self._link = link = Service(command, log, self._environment)
         _until(lambda: self._answers(link), f"the SuperLink gives no answer; see {log}")
         if not self._is_insecure:
-            for number in range(len(self._nodes)):
+            for number in range(len(self.nodes)):
                 self._control.register(self._key(number).public, f"node-{number}")
-        words = {"port": self._ports[0], "is_insecure": self._is_insecure, "nodes": self._nodes}
+        words = {"port": self._ports[0], "is_insecure": self._is_insecure, "nodes": self.nodes}
         write_text(self.folder / ABOUT, json.dumps(words, indent=1))
 
     def _answers(self, link: Service) -> bool:
@@ -266,7 +261,7 @@ class Federation:
 
     @cached_property
     def _ports(self) -> tuple[int, ...]:
-        return _free_ports(len(self._nodes) + 1, self._wanted_port)
+        return _free_ports(len(self.nodes) + 1, self._wanted_port)
 
     @cached_property
     def _certificates(self) -> Certificates:

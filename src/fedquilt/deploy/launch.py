@@ -208,6 +208,6 @@ def _budget(word: str) -> Value:
 
 def sample_app(federation: Federation) -> Path:
     """An app for Flower's own command, with default settings for a federation's nodes."""
-    folder = federation.folder
-    changes = {"data.clients": federation.num_nodes, "flower.out": str(folder / "run")}
-    return write_app(folder / "app", checked(override({}, changes)))
+    place = Place(federation.connection, federation.nodes)
+    config = checked(override({}, {"flower.out": str(federation.folder / "run")}))
+    return write_app(federation.folder / "app", spelled_out(config, place))

@@ -8,7 +8,7 @@ describes itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,3 +67,21 @@ def read(path: Path, slots: tuple[Slot, ...]) -> dict[str, Tensor]:
         else torch.empty(slot.shape, dtype=slot.dtype)
         for slot in slots
     }
+
+
+def packed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of several subnets under one roof."""
+    return {f"{i}/{name}": tensor for i, part in enumerate(parts) for name, tensor in part.items()}
+
+
+def unpacked(tensors: Mapping[str, Tensor], count: int) -> tuple[dict[str, Tensor], ...]:
+    """The tensors of each subnet again.
+
+    >>> unpacked(packed([{"a": torch.ones(1)}, {}]), 2)
+    ({'a': tensor([1.])}, {})
+    """
+    parts: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(count))
+    for name, tensor in tensors.items():
+        number, _, rest = name.partition("/")
+        parts[int(number)][rest] = tensor
+    return parts

@@ -262,7 +262,7 @@ class LocalEngine:
         return Update(
             order.client,
             answer.subnets,
-            _unpacked(tensors, len(answer.subnets)),
+            flat.unpacked(tensors, len(answer.subnets)),
             answer.weight,
             answer.metrics or {},
         )
@@ -337,18 +337,6 @@ def _share(subnet: Subnet, structure: Structure) -> float:
     kept = [structure.kept(subnet, g) / structure.groups[g].size for g in structure.cut_groups()]
     width = sum(kept) / len(kept) if kept else 1.0
     return width * (1 - len(structure.gone(subnet)) / max(len(structure.shapes), 1))
-
-
-def _packed(parts: Sequence[Params]) -> dict[str, Tensor]:
-    return {f"{i}/{n}": t for i, part in enumerate(parts) for n, t in part.items()}
-
-
-def _unpacked(tensors: Params, count: int) -> tuple[dict[str, Tensor], ...]:
-    parts: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(count))
-    for name, tensor in tensors.items():
-        number, _, rest = name.partition("/")
-        parts[int(number)][rest] = tensor
-    return parts
 
 
 def sentence(problem: BaseException) -> str:
@@ -473,7 +461,7 @@ def _do(order: _Order, bench: Workbench, params: _Params, pipe: Connection) -> _
 
     task = Task(order.client, order.subnets, params.read(order.params), order.recipe, order.seed)
     update, state = do_task(task, bench, read(order.state), tell)
-    slots = flat.write(order.answer, _packed(update.params)) if update.subnets else ()
+    slots = flat.write(order.answer, flat.packed(update.params)) if update.subnets else ()
     if state is not None:
         write(order.next_state, state)
     return _Answer(

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from fedquilt.errors import ConfigError
-from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, merged, without_tracking
-from fedquilt.structure.subnet import Subnet
+from fedquilt.methods.method import Rounds, alike, merged, without_tracking
 from fedquilt.training import relevance
 from fedquilt.training.bilevel import Bilevel, Importance, refuse_no_importance
 from fedquilt.training.descent import Optimiser
@@ -96,16 +95,7 @@ class ADDS(Rounds):
             persistent=self.persistent,
             importance=self.importance,
         )
-        return [
-            Task(
-                client.id,
-                (Subnet(),),
-                state.params,
-                recipe,
-                seed_of(setup.seed, state.round, client.id),
-            )
-            for client in cohort
-        ]
+        return alike(setup, state, cohort, recipe)
 
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Lines 5-7, Eq. 19: each cell is averaged over the clients that sent it."""

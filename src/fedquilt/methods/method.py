@@ -8,12 +8,13 @@ from typing import Protocol
 
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.federation.average import average
-from fedquilt.federation.client import Client, Task, Update
+from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.structure.budget import fit
 from fedquilt.structure.cost import cost
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
+from fedquilt.training.recipe import Recipe
 from fedquilt.training.statistics import untracked
 
 
@@ -125,6 +126,14 @@ def initial(setup: Setup) -> State:
 def merged(setup: Setup, state: State, updates: Iterable[Update]) -> State:
     """The state whose tensors are the average of the updates, cell by cell."""
     return replace(state, params=average(state.params, setup.structure, updates))
+
+
+def alike(setup: Setup, state: State, cohort: Sequence[Client], recipe: Recipe) -> list[Task]:
+    """The whole net and the same recipe for every client."""
+    return [
+        Task(c.id, (Subnet(),), state.params, recipe, seed_of(setup.seed, state.round, c.id))
+        for c in cohort
+    ]
 
 
 def without_tracking(setup: Setup) -> Setup:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fedquilt.errors import ConfigError
-from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, initial, merged, without_tracking
+from fedquilt.methods.method import Rounds, alike, initial, merged, without_tracking
 from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -72,16 +72,7 @@ class PFedMe(Rounds):
             attraction=self.attraction,
             personal_lr=self.personal_lr,
         )
-        return [
-            Task(
-                client.id,
-                (Subnet(),),
-                state.params,
-                recipe,
-                seed_of(setup.seed, state.round, client.id),
-            )
-            for client in cohort
-        ]
+        return alike(setup, state, cohort, recipe)
 
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """w <- (1 − β) w + β Σ_i w_i / S."""

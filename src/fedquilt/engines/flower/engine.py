@@ -162,7 +162,7 @@ class FlowerEngine:
             self._versions[update.client] = self._versions.get(update.client, NO_STATE) + 1
         tensors = flat.read(result.path, result.slots)
         result.path.unlink(missing_ok=True)
-        return replace(update, params=letters.sorted_out(tensors, len(update.subnets)))
+        return replace(update, params=flat.unpacked(tensors, len(update.subnets)))
 
 
 def digest(structure: Structure) -> str:
@@ -297,5 +297,5 @@ class _Post:
         except UpdateError as problem:
             return Failure(sent.client, str(problem))
         path = self._folder / f"answer-{next(self._files)}"
-        slots = flat.write(path, letters.numbered(update.params))
+        slots = flat.write(path, flat.packed(update.params))
         return _Early(replace(update, params=()), kept, path, slots)

@@ -19,6 +19,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedquilt.engines import flat
 from fedquilt.errors import UpdateError
 from fedquilt.federation.client import Task, Update
 from fedquilt.structure.cut import Params, Parts, take
@@ -65,7 +66,7 @@ def order(task: Task, structure: Structure, envelope: Envelope) -> RecordDict:
         "recipe": json.dumps(as_plain(task.recipe)),
         "subnets": _joined(task.subnets, structure),
     }
-    tensors = numbered(parts) if task.subnets else task.params
+    tensors = flat.packed(parts) if task.subnets else task.params
     return _records(tensors, settings, {})
 
 
@@ -74,7 +75,7 @@ def read_order(content: RecordDict, structure: Structure, allowed: Sequence[type
     settings = content.config_records[SETTINGS]
     subnets = _parted(_bytes(settings["subnets"]), structure)
     tensors = {name: _tensor(array) for name, array in content.array_records[ARRAYS].items()}
-    params: Params = Parts(subnets, sorted_out(tensors, len(subnets))) if subnets else tensors
+    params: Params = Parts(subnets, flat.unpacked(tensors, len(subnets))) if subnets else tensors
     recipe = from_plain(json.loads(str(settings["recipe"])), allowed)
     return Task(_int(settings["client"]), subnets, params, recipe, _int(settings["seed"]))
 
@@ -103,7 +104,7 @@ def answer(update: Update, structure: Structure, envelope: Envelope, *, kept: bo
         "subnets": _joined(update.subnets, structure),
     }
     metrics = {name: float(value) for name, value in update.metrics.items()}
-    return _records(numbered(update.params), settings, {**metrics, WEIGHT: float(update.weight)})
+    return _records(flat.packed(update.params), settings, {**metrics, WEIGHT: float(update.weight)})
 
 
 def read_answer(
@@ -134,7 +135,7 @@ def read_answer(
         tensors = {name: _tensor(array) for name, array in arrays.items()}
         metrics = {n: float(v) for n, v in content.metric_records[METRICS].items()}  # type: ignore[arg-type]
         weight = metrics.pop(WEIGHT)
-        parts = sorted_out(tensors, len(subnets))
+        parts = flat.unpacked(tensors, len(subnets))
         return Update(client, subnets, parts, weight, metrics), bool(settings["kept"])
     except UpdateError:
         raise
@@ -216,20 +217,6 @@ def _tensor(array: Array) -> Tensor:
         raise ValueError(f"an array says {dtype} {shape} and has {len(array.data)} bytes")
     values = np.frombuffer(array.data, dtype, offset=stream.tell())
     return torch.from_numpy(values.reshape(shape, order="F" if by_column else "C").copy("C"))
-
-
-def numbered(parts: Sequence[Params]) -> dict[str, Tensor]:
-    """The tensors of several subnets under one roof."""
-    return {f"{i}/{name}": tensor for i, part in enumerate(parts) for name, tensor in part.items()}
-
-
-def sorted_out(tensors: Params, count: int) -> tuple[dict[str, Tensor], ...]:
-    """The tensors of each subnet again."""
-    parts: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(count))
-    for name, tensor in tensors.items():
-        number, _, rest = name.partition("/")
-        parts[int(number)][rest] = tensor
-    return parts
 
 
 def _joined(subnets: Sequence[Subnet], structure: Structure) -> bytes:
