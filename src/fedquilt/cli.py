@@ -520,7 +520,10 @@ def up(
         _say(console, f"starting a SuperLink and {nodes} nodes in {out}")
         with suppress(KeyboardInterrupt), federation:
             _describe_federation(federation, console)
-            _watch_nodes(federation, console)
+            try:
+                _watch_nodes(federation, console)
+            except KeyboardInterrupt:
+                _say(console, "stopping")
         _say(console, "stopped")
     finally:
         signal.signal(signal.SIGTERM, before)

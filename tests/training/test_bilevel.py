@@ -12,7 +12,7 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.data.examples import as_examples
-from fedquilt.errors import ConfigError
+from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.federation.client import Task, seed_of
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training import bilevel
@@ -262,3 +262,8 @@ def test_a_client_with_one_example_trains_on_it(traced, importance):
     bench = Workbench(net, structure, {"train": {0: data}})
     update, _ = done(bench, recipe(importance=importance))
     assert update.metrics["examples"] == 1
+
+
+def test_a_client_whose_training_diverged_says_so(bench):
+    with pytest.raises(TrainingError, match="not finite any more"):
+        done(bench, recipe(lr=1e30, optimiser=replace(SETTINGS, batch_size=5)))

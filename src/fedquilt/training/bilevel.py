@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
-from fedquilt.errors import ConfigError, unknown
+from fedquilt.errors import ConfigError, TrainingError, unknown
 from fedquilt.federation.client import Task, Update, seed_of
 from fedquilt.structure.groups import Structure, following, leading
 from fedquilt.structure.subnet import Subnet
@@ -76,6 +76,8 @@ class Bilevel:
         with gated(module, bench.structure, self.groups) as gates:
             local = _Local(self, module, bench.structure, gates, shares)
             loss, examples = local.train(data, task.seed, bench)
+            if not bool(torch.isfinite(shares).all()):
+                raise TrainingError("its shares are not finite any more; its training diverged")
             subnet = local.subnet()
         if self.persistent:
             bench.to_keep = {**(bench.kept or {}), SHARES: shares}
