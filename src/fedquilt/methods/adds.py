@@ -34,6 +34,7 @@ class ADDS(Rounds):
     round. ``strength`` weighs the shares against the loss; None: each client by its own labels.
     With ``persistent`` a client goes on from its own shares, else it starts anew in every round.
     Batches are normalised by themselves: the subnets of a client differ from step to step.
+    With ``scale`` what goes through sampled channels counts for those that were not.
     ``importance`` is what channels are chosen by: ``"slimming"``, scales of normalisation and
     activations, or ``"lrp"``, relevance (extra ``fedquilt[lrp]``).
     """
@@ -50,6 +51,7 @@ class ADDS(Rounds):
     strength: float | None = None
     validation: float = 0.1
     persistent: bool = True
+    scale: bool = True
     importance: Importance = "slimming"
 
     def __post_init__(self) -> None:
@@ -94,6 +96,7 @@ class ADDS(Rounds):
             validation=self.validation,
             persistent=self.persistent,
             importance=self.importance,
+            scale=self.scale,
         )
         return alike(setup, state, cohort, recipe)
 

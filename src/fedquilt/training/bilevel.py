@@ -22,7 +22,7 @@ from fedquilt.structure.groups import Structure, following, leading
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training.descent import Descent, Optimiser
-from fedquilt.training.gating import Gated, gated
+from fedquilt.training.gating import Gated, gated, strengthened
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.relevance import relevances
@@ -46,7 +46,10 @@ class Bilevel:
 
     By ``importance="slimming"`` channels matter as the scales of their normalisation say, or else
     the activations of the last batch; by ``"lrp"`` as their relevance to the validation data does,
-    in means of a group's channels, found anew before every epoch and at the end.
+    found anew before every epoch and at the end. Both of the latter are in means of their group.
+
+    With ``scale`` open gates let through 1/α times what comes, so that the layers behind are given
+    as much as in the whole net; the client's own model has that in its weights.
     """
 
     optimiser: Optimiser
@@ -60,6 +63,7 @@ class Bilevel:
     validation: float = 0.1
     persistent: bool = True
     importance: Importance = "slimming"
+    scale: bool = True
     weight: float = 1.0
 
     def __post_init__(self) -> None:
@@ -83,9 +87,10 @@ class Bilevel:
             bench.to_keep = {**(bench.kept or {}), SHARES: shares}
         metrics = {"loss": loss, "examples": examples, "share": float(shares.mean())}
         sent = Subnet(subnet.kept, without=whole.without)
-        return Update(
-            task.client, (sent,), (bench.tensors(module, sent, whole),), self.weight, metrics
-        )
+        tensors = bench.tensors(module, sent, whole)
+        if self.scale:
+            bench.own = (sent,), (strengthened(tensors, module, bench.structure, sent),)
+        return Update(task.client, (sent,), (tensors,), self.weight, metrics)
 
     def penalty(self, data: ClientData, num_classes: int) -> float:
         """λ: as given, or by how far the client's labels are from uniform (Sec. 4.1.4)."""
@@ -149,8 +154,7 @@ class _Local:
         for some in rows.tensor_split(math.ceil(len(rows) / settings.optimiser.batch_size)):
             found = relevances(self._module, self._structure, settings.groups, *data.batch(some))
             sums = {g: total + found[g] for g, total in sums.items()}
-        tiny = torch.finfo(torch.float32).tiny  # a group without any stays so
-        self._relevance = {g: total / total.mean().clamp(min=tiny) for g, total in sums.items()}
+        self._relevance = {g: in_means(total) for g, total in sums.items()}
 
     def _parted(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Rows to train the shares on, two or more, and rows to train the weights on.
@@ -194,6 +198,8 @@ class _Local:
             uniform = torch.rand(len(importance), generator=noise, dtype=torch.float64)
             uniform[importance.argmax()] = 0.0
             drawn[group] = gates(shares[number], importance, self._settings.softness, uniform)
+            if self._settings.scale:
+                drawn[group] = drawn[group] / shares[number].detach()
         self._gates.values = drawn
 
     def _importance(self, group: str) -> Tensor:
@@ -202,8 +208,9 @@ class _Local:
             return self._relevance[group]
         if self._norms[group]:
             return torch.stack([w.detach().abs() for w in self._norms[group]]).mean(0)
-        size = self._structure.groups[group].size
-        return self._gates.activity.get(group, torch.zeros(size))
+        if group not in self._gates.activity:
+            return torch.zeros(self._structure.groups[group].size)
+        return in_means(self._gates.activity[group])
 
     def subnet(self) -> Subnet:
         """Line 16: the top ⌈α C⌉ channels of each group."""
@@ -215,6 +222,15 @@ class _Local:
         return Subnet.of(
             {g: c for g, c in found.items() if len(c) < self._structure.groups[g].size}
         )
+
+
+def in_means(values: Tensor) -> Tensor:
+    """Values divided by their mean, so that they are comparable with a softness; zeros stay.
+
+    >>> in_means(torch.tensor([1.0, 3.0]))
+    tensor([0.5000, 1.5000])
+    """
+    return values / values.mean().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def refuse_no_importance(given: str) -> None:
