@@ -501,7 +501,9 @@ def up(
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="For keys, logs and what clients keep.")
     ] = Path("federation"),
-    port: Annotated[int | None, typer.Option(help="The SuperLink's; default a free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="The SuperLink's; default a free one.")
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Without TLS, and with nodes that nobody checks.")
     ] = False,

@@ -134,7 +134,7 @@ def test_paths_hold_wherever_they_are_read(tmp_path, monkeypatch):
     assert sent.data.source == str(tmp_path / "own")
     assert sent.model.name == f"{tmp_path / 'm.py'}:net"
     assert sent.model.weights == str(tmp_path / "w.pt")
-    assert spelled_out(settings(), mine).data.source == "digits"
+    assert spelled_out(settings(data__source="digits"), mine).data.source == "digits"
 
 
 def test_clients_are_the_nodes_unless_somebody_says_how_many():
@@ -152,8 +152,9 @@ def test_settings_are_those_of_a_local_run_unless_nodes_have_data_of_their_own()
         assert "num_classes" not in (sent.model.model_extra or {})
 
 
-def test_where_nodes_have_data_of_their_own_the_server_tests_on_what_it_is_told_to():
-    place = Place(Connection("mine"), ({"partition-id": 0, "data": "/somewhere"},))
+@pytest.mark.parametrize("nodes", [({"partition-id": 0, "data": "/somewhere"},), None])
+def test_where_nodes_may_have_data_of_their_own_there_is_a_common_set_only_if_named(nodes):
+    place = Place(Connection("mine"), nodes)
     with pytest.raises(DataError, match="not known"):
         source_of(spelled_out(settings(), place))
     assert spelled_out(settings(data__source="digits"), place).data.source == "digits"

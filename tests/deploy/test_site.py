@@ -89,6 +89,8 @@ def test_a_node_may_have_data_of_its_own(tmp_path):
     site = site_of(settings_of(SMALL), {"partition-id": 7, "data": str(tmp_path / "mine.npz")})
     assert (site.client.id, site.client.num_examples, site.client.labels) == (7, 20, (0, 1, 2, 3))
     assert site.has_tests
+    assert site.is_own
+    assert Hello.read(Hello.of(site).content()).is_own
     assert site.example.shape == (1, 1, 8, 8)
 
 

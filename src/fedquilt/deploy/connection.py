@@ -118,10 +118,11 @@ def executable(name: str) -> str:
 def environment(home: Path | None) -> dict[str, str]:
     """In which Flower's commands run: they find each other, stay offline, and have one thread."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    near = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    near = ",".join(filter(None, [direct, "127.0.0.1", "localhost"]))
     place = {} if home is None else {"FLWR_HOME": str(home)}
-    own = {"PATH": path, "NO_PROXY": near, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, **OFFLINE, **own, **place}
+    own = {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **OFFLINE, **own, **place, "NO_PROXY": near, "no_proxy": near}
 
 
 def _plain(lines: deque[str] | list[str]) -> str:

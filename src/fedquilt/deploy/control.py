@@ -34,14 +34,14 @@ class Control:
         try:
             self._asked("GET", "/health")
             return True
-        except (OSError, HTTPException, FederationError):
+        except FederationError:
             return False
 
     def online(self) -> set[int]:
         """The nodes that are there, by Flower's number; none if the SuperLink is not."""
         try:
             return {node.node_id for node in self._nodes() if node.status == ONLINE}
-        except (OSError, HTTPException):
+        except FederationError:
             return set()
 
     def register(self, public: Path, name: str) -> None:
@@ -73,6 +73,10 @@ class Control:
                     f"{content.decode(errors='replace')}"
                 )
             return content
+        except (OSError, HTTPException) as problem:
+            raise FederationError(
+                f"the SuperLink at {self.host}:{self.port} gives no answer ({problem})"
+            ) from problem
         finally:
             connection.close()
 

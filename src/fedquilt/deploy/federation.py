@@ -27,6 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedquilt.config import as_value
 from fedquilt.deploy.connection import Connection, environment, executable
 from fedquilt.deploy.service import Service
 from fedquilt.errors import ConfigError, FederationError
@@ -188,7 +189,7 @@ class Federation:
         if number in self._services and self._services[number].exit_code is None:
             raise ConfigError(f"node {number} runs already")
         path = self.folder / "nodes" / f"node-{number}.toml"
-        lines = (f"{name} = {json.dumps(value)}\n" for name, value in self.nodes[number].items())
+        lines = (f"{name} = {as_value(value)}\n" for name, value in self.nodes[number].items())
         write_text(path, "".join(lines))
         command = [executable("flower-supernode"), "--superlink", self.address]
         command += ["--port", str(self._ports[1 + number]), "--node-config", str(path)]
@@ -247,7 +248,7 @@ class Federation:
         if self._is_insecure:
             lines += ["insecure = true"]
         else:
-            lines += [f"root-certificates = {json.dumps(str(self._certificates.authority))}"]
+            lines += [f"root-certificates = {as_value(str(self._certificates.authority))}"]
         write_text(self.folder / "flower" / "config.toml", "\n".join([*lines, ""]))
 
     def _served_with_tls(self) -> list[str]:

@@ -28,6 +28,7 @@ class Hello:
     num_tokens: int | None
     shape: tuple[int, ...]  # of one input
     dtype: str
+    is_own: bool = False  # its data are no part of the set that the settings name
 
     @staticmethod
     def of(site: Site) -> Hello:
@@ -39,6 +40,7 @@ class Hello:
             site.num_tokens,
             tuple(site.example.shape[1:]),
             str(site.example.dtype).removeprefix("torch."),
+            site.is_own,
         )
 
     @property
@@ -69,6 +71,7 @@ class Hello:
                         "tokens": self.num_tokens or 0,
                         "shape": json.dumps(self.shape),
                         "dtype": self.dtype,
+                        "own": self.is_own,
                     }
                 )
             }
@@ -100,6 +103,7 @@ class Hello:
                 int(words["tokens"]) or None,  # type: ignore[arg-type]
                 shape,
                 dtype,
+                bool(words["own"]),
             )
         except Exception as problem:  # whatever a foreign message may do to those who read it
             raise TrainingError(

@@ -66,12 +66,13 @@ def spelled_out(config: Config, place: Place | None) -> Config:
     the server then tests on a set only if the settings name one.
     """
     changes = _absolute(config)
-    if place is not None and place.has_data and "source" not in config.data.model_fields_set:
+    is_theirs = place is not None and place.has_data is not False
+    if is_theirs and "source" not in config.data.model_fields_set:
         changes["data.source"] = OWN_DATA
     if config.data.clients is None and place is not None:
         changes["data.clients"] = CLIENTS if place.nodes is None else len(place.nodes)
     config = checked(override(config.model_dump(), changes))
-    if place is not None and place.has_data is not False:
+    if is_theirs:
         return config
     source = source_of(config)
     config = resolved(config, source)

@@ -39,7 +39,7 @@ def server_app(*, model: MakeModel | None = None, test: Any = None) -> ServerApp
 
     ``model`` makes the whole model, the same as the clients'; by default the settings name it.
     ``test`` is data that the server itself holds, to evaluate on; by default that of the set which
-    the settings name, if it is on this machine.
+    the settings name, if it is on this machine and clients have their parts of it.
     """
     app = ServerApp()
 
@@ -63,7 +63,8 @@ def trained(grid: Grid, config: Config, *, model: MakeModel | None = None, test:
     expected = config.flower.nodes or config.data.clients or CLIENTS
     hellos = nodes.gathered(expected, config.flower.wait)
     log(INFO, "run %s: %s clients are there", name, len(hellos))
-    source = None if test is not None else _at_hand(config)
+    has_own = any(hello.is_own for hello in hellos.values())
+    source = None if test is not None or has_own else _at_hand(config)
     held_out: ClientData | None = None
     if test is not None or source is not None:
         held_out = as_examples(test) if source is None else source.test

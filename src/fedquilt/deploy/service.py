@@ -27,7 +27,11 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Service:
-    """A running command in a session of its own; it dies if this process does (Linux)."""
+    """A running command in a session of its own.
+
+    It dies with this process, however that ends (Linux), and in fact with the thread that started
+    it, so start it in one that stays.
+    """
 
     def __init__(
         self, command: Sequence[str | Path], log: Path, environment: Mapping[str, str]

@@ -69,6 +69,7 @@ class Site:
     example: Tensor
     num_classes: int
     num_tokens: int | None = None  # of texts
+    is_own: bool = False  # its data are no part of the set that the settings name
 
     @property
     def has_tests(self) -> bool:
@@ -138,6 +139,7 @@ def _own(number: int, node: NodeConfig, give: GiveData | None) -> Site:
         torch.zeros_like(x),
         max(train.label_set) + 1,
         num_tokens,
+        is_own=True,
     )
 
 
