@@ -51,7 +51,7 @@ class ADDS(Rounds):
     strength: float | None = None
     validation: float = 0.1
     persistent: bool = True
-    scale: bool = True
+    scale: bool = False
     importance: Importance = "slimming"
 
     def __post_init__(self) -> None:

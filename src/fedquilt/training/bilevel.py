@@ -63,7 +63,7 @@ class Bilevel:
     validation: float = 0.1
     persistent: bool = True
     importance: Importance = "slimming"
-    scale: bool = True
+    scale: bool = False
     weight: float = 1.0
 
     def __post_init__(self) -> None:
