@@ -26,7 +26,7 @@ METHODS = {
     "splitmix": {"method__base": 0.25, "method__together": False},
     "nefl": {},
     "apfl": {"data__budgets": "[{params = 2500}, {params = 1500}, {params = 900}]"},
-    "adds": {},
+    "adds": {"method__persistent": True},
     "lg-fedavg": {},
     "stc": {"method__sparsity_up": 0.1, "method__sparsity_down": 0.1},
 }

@@ -30,8 +30,8 @@ LABELS = ((0, 1, 2, 3), (0, 1), (1, 2), (0, 3), (1,))
 
 EXITS = ("features.0", "features.2", "features.3")
 METHODS: dict[str, Method] = {
-    "adds": fq.ADDS(OPTIMISER, fraction=0.8, share=0.7, share_lr=0.1),
-    "adds anew": fq.ADDS(OPTIMISER, fraction=1.0, strength=0.1, persistent=False),
+    "adds": fq.ADDS(OPTIMISER, fraction=0.8, share=0.7, share_lr=0.1, persistent=True),
+    "adds anew": fq.ADDS(OPTIMISER, fraction=1.0, strength=0.1),
     "apfl": fq.APFL(OPTIMISER, fraction=0.8, warm_up=0.5, ratio=0.3, nets=3),
     "apfl inherit": fq.APFL(
         OPTIMISER, warm_up=0.5, ratio=0.3, by_group=True, inherit=True, whole=("features.0",)

@@ -32,7 +32,8 @@ class ADDS(Rounds):
     ``share`` is where the shares of channels start, ``least`` how far they may fall, ``share_lr``
     how fast. ``softness`` is that of the first round, and falls to ``sharpening`` of it in every
     round. ``strength`` weighs the shares against the loss; None: each client by its own labels.
-    With ``persistent`` a client goes on from its own shares, else it starts anew in every round.
+    With ``persistent`` a client goes on from its own shares, else it starts anew in every round,
+    as Algorithm 1, line 11 has it.
     Batches are normalised by themselves: the subnets of a client differ from step to step.
     With ``scale`` what goes through sampled channels counts for those that were not.
     ``importance`` is what channels are chosen by: ``"slimming"``, scales of normalisation and
@@ -50,7 +51,7 @@ class ADDS(Rounds):
     sharpening: float = 0.98
     strength: float | None = None
     validation: float = 0.1
-    persistent: bool = True
+    persistent: bool = False
     scale: bool = False
     importance: Importance = "slimming"
 
