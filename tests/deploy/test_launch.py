@@ -16,7 +16,7 @@ from fedquilt.deploy.connection import Connection
 from fedquilt.deploy.federation import Federation
 from fedquilt.deploy.launch import Place, node_configs, place_of, sample_app, spelled_out, trained
 from fedquilt.deploy.site import settings_of
-from fedquilt.errors import CheckpointError, ConfigError, DataError
+from fedquilt.errors import CheckpointError, ConfigError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -150,14 +150,6 @@ def test_settings_are_those_of_a_local_run_unless_nodes_have_data_of_their_own()
     for node in ({"partition-id": 0, "data": "/somewhere"},), None:
         sent = spelled_out(config, Place(Connection("mine"), node))
         assert "num_classes" not in (sent.model.model_extra or {})
-
-
-@pytest.mark.parametrize("nodes", [({"partition-id": 0, "data": "/somewhere"},), None])
-def test_where_nodes_may_have_data_of_their_own_there_is_a_common_set_only_if_named(nodes):
-    place = Place(Connection("mine"), nodes)
-    with pytest.raises(DataError, match="not known"):
-        source_of(spelled_out(settings(), place))
-    assert spelled_out(settings(data__source="digits"), place).data.source == "digits"
 
 
 def test_the_app_has_the_settings_and_only_its_own_lines_are_shown(seen, tmp_path):

@@ -17,6 +17,7 @@ from flwr.app import ConfigRecord, RecordDict
 
 from fedquilt.deploy import measure
 from fedquilt.deploy.app import run_config, write_app
+from fedquilt.deploy.client import client_app
 from fedquilt.deploy.deadline import TooLate, within
 from fedquilt.deploy.hello import Hello
 from fedquilt.deploy.server import trained
@@ -216,4 +217,24 @@ def test_the_example_app_trains_its_own_model_on_its_own_data(tmp_path, monkeypa
     grid = OneProcessGrid(app.client, settings, nodes)
     run = trained(grid, settings_of(settings), model=app.Net, test=app.digits(slice(1500, None)))
     assert run.scores[0].accuracy > 0.5
+    assert run.scores[0].user_accuracy is not None
+
+
+def test_a_server_has_nothing_to_test_on_where_clients_have_data_of_their_own(tmp_path):
+    """The set that the settings name, if only by default, is not theirs."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(20) % 10
+    images = rng.integers(0, 255, (20, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "own.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    settings = {
+        **{name: value for name, value in SMALL.items() if name != "model.width"},
+        "rounds": 1,
+        "model.name": "mlp",
+        "model.hidden": "[8]",
+        "method.name": "fedavg",
+        "flower.out": str(tmp_path / "run"),
+    }
+    nodes = {i: {"partition-id": i, "data": str(tmp_path / "own.npz")} for i in range(3)}
+    run = trained(OneProcessGrid(client_app(), settings, nodes), settings_of(settings))
+    assert run.scores[0].accuracy is None
     assert run.scores[0].user_accuracy is not None

@@ -25,7 +25,6 @@ from fedquilt.structure.budget import Budget
 
 ENGINES = ("local", "flower", "flower-simulation")
 SETS = {"digits", "digits5", *HUB, *FOLDERS}  # whose names are no paths
-OWN_DATA = "own-data"  # in place of a set: there is none that all know
 INSTALLED = "Successfully installed"  # what Flower says before the server's app begins
 LOGGED = re.compile(r"(?:INFO|WARNING) :\s+(.*\S)")
 
@@ -67,8 +66,6 @@ def spelled_out(config: Config, place: Place | None) -> Config:
     """
     changes = _absolute(config)
     is_theirs = place is not None and place.has_data is not False
-    if is_theirs and "source" not in config.data.model_fields_set:
-        changes["data.source"] = OWN_DATA
     if config.data.clients is None and place is not None:
         changes["data.clients"] = CLIENTS if place.nodes is None else len(place.nodes)
     config = checked(override(config.model_dump(), changes))

@@ -64,7 +64,6 @@ class Bilevel:
     persistent: bool = True
     importance: Importance = "slimming"
     scale: bool = False
-    weight: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuses an importance that there is not."""
@@ -90,7 +89,7 @@ class Bilevel:
         tensors = bench.tensors(module, sent, whole)
         if self.scale:
             bench.own = (sent,), (strengthened(tensors, module, bench.structure, sent),)
-        return Update(task.client, (sent,), (tensors,), self.weight, metrics)
+        return Update(task.client, (sent,), (tensors,), 1.0, metrics)
 
     def penalty(self, data: ClientData, num_classes: int) -> float:
         """λ: as given, or by how far the client's labels are from uniform (Sec. 4.1.4)."""

@@ -40,7 +40,6 @@ class Moreau:
     steps: int = 5
     attraction: float = 15.0
     personal_lr: float = 0.05
-    weight: float = 1.0
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Trains both models; sends one, keeps the other."""
@@ -54,7 +53,7 @@ class Moreau:
         bench.own = (task.subnets, (own,))
         sent = {**own, **{name: w.detach() for name, w in near.sent.items()}}
         metrics = {"loss": loss, "examples": len(examples)}
-        return Update(task.client, task.subnets, (sent,), self.weight, metrics)
+        return Update(task.client, task.subnets, (sent,), 1.0, metrics)
 
     def _train(self, near: _Near, examples: ClientData, seed: int, bench: Workbench) -> float:
         """Trains in place; the mean loss of θ in the last epoch."""
