@@ -14,11 +14,9 @@ import fedquilt as fq
 from fedquilt.data.examples import as_examples
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.federation.client import Task, seed_of
-from fedquilt.structure.cut import build, load
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training import bilevel
 from fedquilt.training.bilevel import SHARES, Bilevel
-from fedquilt.training.gating import gated
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.sampling import divergence, rates
 
@@ -58,7 +56,7 @@ def bench(traced):
 
 
 def recipe(**changes):
-    plain = Bilevel(SETTINGS, 0.1, groups=("conv", "hidden"), share=0.8, scale=False)
+    plain = Bilevel(SETTINGS, 0.1, groups=("conv", "hidden"), share=0.8)
     return replace(plain, **changes)
 
 
@@ -270,43 +268,3 @@ def test_a_client_with_one_example_trains_on_it(traced, importance):
 def test_a_client_whose_training_diverged_says_so(bench):
     with pytest.raises(TrainingError, match="not finite any more"):
         done(bench, recipe(lr=1e30, optimiser=replace(SETTINGS, batch_size=5)))
-
-
-def test_open_gates_let_through_as_much_as_all_would(bench, traced, monkeypatch):
-    """In the mean over draws; and closed ones nothing."""
-    seen = []
-    draw = bilevel._Local._draw
-
-    def watched(self, shares, noise):
-        draw(self, shares, noise)
-        seen.append({g: v.detach() for g, v in self._gates.values.items()})
-
-    monkeypatch.setattr(bilevel._Local, "_draw", watched)
-    settings = replace(SETTINGS, epochs=40, batch_size=5, lr=0.0)
-    done(bench, recipe(optimiser=settings, lr=0.0, share_lr=0.0, share=0.5, scale=True))
-    for values in seen:
-        assert all(set(v.unique().tolist()) <= {0.0, 2.0} for v in values.values())
-    mean = torch.stack([values["conv"].mean() for values in seen]).mean()
-    assert 0.95 < float(mean) < 1.15  # the most important channel is always open
-
-
-def test_the_clients_own_model_answers_as_its_gates_did(bench, traced):
-    """The subnet with stronger weights is the whole net with the same channels open, scaled."""
-    net, structure = traced
-    update, _ = done(bench, recipe(share=0.5, share_lr=0.0, scale=True))
-    (subnet,), (tensors,) = bench.own
-    assert (subnet,) == update.subnets
-    small = build(net, structure, subnet)
-    load(small, tensors)
-    whole = bench.module(fq.Subnet(), named_tensors(net))
-    _, sent = done(bench, recipe(share=0.5, share_lr=0.0, scale=True)), update.params[0]
-    x = torch.randn(7, 1, 4, 4, generator=torch.Generator().manual_seed(3))
-    with gated(whole, structure, ("conv", "hidden")) as gates:
-        gates.values = {
-            g: torch.zeros(structure.groups[g].size).index_fill(
-                0, subnet.channels(g), structure.groups[g].size / subnet.count(g)
-            )
-            for g in ("conv", "hidden")
-        }
-        torch.testing.assert_close(small(x), whole(x))
-    assert not torch.equal(tensors["classifier.weight"], sent["classifier.weight"])

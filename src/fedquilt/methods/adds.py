@@ -35,7 +35,6 @@ class ADDS(Rounds):
     With ``persistent`` a client goes on from its own shares, else it starts anew in every round,
     as Algorithm 1, line 11 has it.
     Batches are normalised by themselves: the subnets of a client differ from step to step.
-    With ``scale`` what goes through sampled channels counts for those that were not.
     ``importance`` is what channels are chosen by: ``"slimming"``, scales of normalisation and
     activations, or ``"lrp"``, relevance (extra ``fedquilt[lrp]``).
     """
@@ -52,7 +51,6 @@ class ADDS(Rounds):
     strength: float | None = None
     validation: float = 0.1
     persistent: bool = False
-    scale: bool = False
     importance: Importance = "slimming"
 
     def __post_init__(self) -> None:
@@ -97,7 +95,6 @@ class ADDS(Rounds):
             validation=self.validation,
             persistent=self.persistent,
             importance=self.importance,
-            scale=self.scale,
         )
         return alike(setup, state, cohort, recipe)
 

@@ -22,7 +22,7 @@ from fedquilt.structure.groups import Structure, following, leading
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training.descent import Descent, Optimiser
-from fedquilt.training.gating import Gated, gated, strengthened
+from fedquilt.training.gating import Gated, gated
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.relevance import relevances
@@ -47,9 +47,6 @@ class Bilevel:
     By ``importance="slimming"`` channels matter as the scales of their normalisation say, or else
     the activations of the last batch; by ``"lrp"`` as their relevance to the validation data does,
     found anew before every epoch and at the end. Both of the latter are in means of their group.
-
-    With ``scale`` open gates let through 1/α times what comes, so that the layers behind are given
-    as much as in the whole net; the client's own model has that in its weights.
     """
 
     optimiser: Optimiser
@@ -63,7 +60,6 @@ class Bilevel:
     validation: float = 0.1
     persistent: bool = True
     importance: Importance = "slimming"
-    scale: bool = False
 
     def __post_init__(self) -> None:
         """Refuses an importance that there is not."""
@@ -87,8 +83,6 @@ class Bilevel:
         metrics = {"loss": loss, "examples": examples, "share": float(shares.mean())}
         sent = Subnet(subnet.kept, without=whole.without)
         tensors = bench.tensors(module, sent, whole)
-        if self.scale:
-            bench.own = (sent,), (strengthened(tensors, module, bench.structure, sent),)
         return Update(task.client, (sent,), (tensors,), 1.0, metrics)
 
     def penalty(self, data: ClientData, num_classes: int) -> float:
@@ -197,8 +191,6 @@ class _Local:
             uniform = torch.rand(len(importance), generator=noise, dtype=torch.float64)
             uniform[importance.argmax()] = 0.0
             drawn[group] = gates(shares[number], importance, self._settings.softness, uniform)
-            if self._settings.scale:
-                drawn[group] = drawn[group] / shares[number].detach()
         self._gates.values = drawn
 
     def _importance(self, group: str) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from fedquilt.structure.cut import build, positions
-from fedquilt.structure.groups import Axis, Span, Structure
+from fedquilt.structure.cut import build
+from fedquilt.structure.groups import Axis, Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import Example, arguments, named_tensors
 
@@ -97,32 +97,6 @@ def takers(module: nn.Module, structure: Structure) -> Iterator[tuple[nn.Module,
         axis = structure.axes[name_of[id(weight)]][isinstance(layer, _ConvTransposeNd) ^ 1]
         if axis is not None and not (isinstance(layer, _ConvNd) and layer.groups > 1):
             yield layer, axis, is_linear
-
-
-def strengthened(
-    tensors: Mapping[str, Tensor], module: nn.Module, structure: Structure, subnet: Subnet
-) -> dict[str, Tensor]:
-    """A subnet's tensors, with weights that make up for the channels which are not there.
-
-    Layers that take in n of C channels of a group count each of them C/n times.
-    """
-    names = {id(tensor): name for name, tensor in named_tensors(module).items()}
-    found = dict(tensors)
-    for layer, axis, _ in takers(module, structure):
-        times = torch.cat([_times(span, structure, subnet) for span in axis])
-        times = times[positions(axis, subnet)]
-        name, place = names[id(layer.weight)], isinstance(layer, _ConvTransposeNd) ^ 1
-        if name in found and bool((times != 1).any()):
-            shape = [-1 if i == place else 1 for i in range(found[name].ndim)]
-            found[name] = found[name] * times.view(shape)
-    return found
-
-
-def _times(span: Span, structure: Structure, subnet: Subnet) -> Tensor:
-    kept = None if span.group is None else subnet.count(span.group)
-    group = structure.groups.get(span.group or "")
-    factor = 1.0 if kept is None or group is None else group.size / kept
-    return torch.full((len(span.channels),), factor)
 
 
 def gateable(model: nn.Module, structure: Structure, example: Example) -> tuple[str, ...]:
