@@ -251,12 +251,23 @@ def test_who_sends_and_keeps_nothing_is_not_tested(fresh_bench, params):
     assert other[2] == {}
 
 
-def test_what_cannot_be_tested_has_trained_all_the_same(net, structure, params, data):
-    lost = {"train": data["train"]}
-    task = Task(0, (Subnet(),), params, plain(), 3)
-    one, other = without_and_with(lambda: Workbench(net, structure, lost), plain(), task)
+def test_who_has_one_example_that_cannot_be_normalised_has_trained_all_the_same(data):
+    norm = nn.BatchNorm1d(8, track_running_stats=False)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(25, 8), norm, nn.ReLU(), nn.Linear(8, 4))
+    structure = fq.Structure.trace(net, torch.zeros(2, 1, 5, 5))
+    x, y = data["test"][0].batch(torch.tensor([0]))
+    few = {"train": data["train"], "test": {0: as_examples((x, y))}}
+    task = Task(0, (Subnet(),), named_tensors(net), plain(), 3)
+    one, other = without_and_with(lambda: Workbench(net, structure, few), plain(), task)
     assert_same_work(one, other)
     assert other[2] == {}
+
+
+def test_a_test_that_fails_is_told(net, structure, params, data):
+    task = Task(0, (Subnet(),), params, plain(), 3)
+    bench = Workbench(net, structure, {"train": data["train"]})
+    with pytest.raises(KeyError):
+        tested.Tested(plain()).run(task, bench)
 
 
 def test_modules_are_in_the_mode_that_work_left_them_in(fresh_bench, params):

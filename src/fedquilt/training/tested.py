@@ -31,7 +31,8 @@ class Tested:
     sends nor keeps are taken from its training data. Classes of which it sends no rows are as it
     received them. A net that lacks other weights is not tested.
 
-    Nothing else changes: what cannot be tested has trained all the same.
+    Nothing else changes. Who has a single example, which cannot be normalised by itself, is not
+    tested, and has trained all the same.
     """
 
     recipe: Recipe
@@ -43,7 +44,7 @@ class Tested:
         before = bench.kept
         try:
             found = _counts(task, bench, *own)
-        except Exception:  # such as a single example that is normalised by itself
+        except ValueError:  # PyTorch's, of a single example
             found = {}
         finally:
             bench.kept = before
