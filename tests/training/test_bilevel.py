@@ -163,6 +163,12 @@ def test_a_client_goes_on_from_its_own_shares_or_starts_anew(bench):
     assert update.metrics["share"] == pytest.approx(0.8)
 
 
+def test_clients_count_alike_or_by_their_examples(bench):
+    """Eq. 19, or Eq. 1; validation data are data too."""
+    assert done(bench, recipe())[0].weight == 1
+    assert done(bench, recipe(by_examples=True))[0].weight == 30
+
+
 def test_shares_stay_within_their_limits(bench):
     low = done(bench, recipe(share_lr=1.0, strength=50.0, least=0.25))[1][SHARES]
     assert low.tolist() == [0.25, 0.25]

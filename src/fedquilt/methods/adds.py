@@ -33,7 +33,8 @@ class ADDS(Rounds):
     how fast. ``softness`` is that of the first round, and falls to ``sharpening`` of it in every
     round. ``strength`` weighs the shares against the loss; None: each client by its own labels.
     With ``persistent`` a client goes on from its own shares, else it starts anew in every round,
-    as Algorithm 1, line 11 has it.
+    as Algorithm 1, line 11 has it. With ``by_examples`` clients count by the size of their data, as
+    in FedAvg, else alike, as in Eq. 19.
     Batches are normalised by themselves: the subnets of a client differ from step to step.
     ``importance`` is what channels are chosen by: ``"slimming"``, scales of normalisation and
     activations, or ``"lrp"``, relevance (extra ``fedquilt[lrp]``).
@@ -51,6 +52,7 @@ class ADDS(Rounds):
     strength: float | None = None
     validation: float = 0.1
     persistent: bool = False
+    by_examples: bool = False
     importance: Importance = "slimming"
 
     def __post_init__(self) -> None:
@@ -94,6 +96,7 @@ class ADDS(Rounds):
             strength=self.strength,
             validation=self.validation,
             persistent=self.persistent,
+            by_examples=self.by_examples,
             importance=self.importance,
         )
         return alike(setup, state, cohort, recipe)

@@ -42,7 +42,7 @@ class Bilevel:
     goes back, and its channels are the index map. ``validation`` is the part of the client's
     training data, drawn anew each time, that the shares are trained on. ``strength`` is λ; None:
     the divergence of the client's labels from uniform, plus 0.5. With ``persistent`` the shares are
-    kept by the client from round to round.
+    kept by the client from round to round; with ``by_examples`` it counts by the size of its data.
 
     By ``importance="slimming"`` channels matter as the scales of their normalisation say, or else
     the activations of the last batch; by ``"lrp"`` as their relevance to the validation data does,
@@ -59,6 +59,7 @@ class Bilevel:
     strength: float | None = None
     validation: float = 0.1
     persistent: bool = True
+    by_examples: bool = False
     importance: Importance = "slimming"
 
     def __post_init__(self) -> None:
@@ -83,7 +84,8 @@ class Bilevel:
         metrics = {"loss": loss, "examples": examples, "share": float(shares.mean())}
         sent = Subnet(subnet.kept, without=whole.without)
         tensors = bench.tensors(module, sent, whole)
-        return Update(task.client, (sent,), (tensors,), 1.0, metrics)
+        weight = float(len(data)) if self.by_examples else 1.0
+        return Update(task.client, (sent,), (tensors,), weight, metrics)
 
     def penalty(self, data: ClientData, num_classes: int) -> float:
         """λ: as given, or by how far the client's labels are from uniform (Sec. 4.1.4)."""
