@@ -1,4 +1,4 @@
-"""The memory of this process, as the system counts it (Linux)."""
+"""The memory of processes, as the system counts it (Linux)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from pathlib import Path
 
 
 def from_here() -> int:
-    """Bytes in use now; the largest is counted from here on."""
+    """Bytes that this process uses now; the largest is counted from here on."""
     Path("/proc/self/clear_refs").write_text("5")
-    return _field("VmRSS")
+    return field("VmRSS")
 
 
 def largest() -> int:
-    """The most bytes that were in use since ``from_here``."""
-    return _field("VmHWM")
+    """The most bytes that this process used since ``from_here``."""
+    return field("VmHWM")
 
 
-def _field(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def field(name: str, process: int | str = "self") -> int:
+    """One of the sizes that the system tells of a process, in bytes."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"this system does not tell {name}")
+    raise RuntimeError(f"the system does not tell {name} of process {process}")

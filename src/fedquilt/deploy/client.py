@@ -35,6 +35,7 @@ from fedquilt.engines.flower.letters import NO_STATE, Envelope
 from fedquilt.engines.kept import KeptStates, read, write
 from fedquilt.engines.local import do_task, sentence
 from fedquilt.errors import ConfigError
+from fedquilt.federation.state import Setup
 from fedquilt.training.descent import one_thread
 from fedquilt.training.recipe import Workbench
 
@@ -88,6 +89,7 @@ class _Office:
     ) -> None:
         self._make, self._give, self._recipes = make, give, recipes
         self._places: dict[tuple[str, str], _Place] = {}
+        self._nets: dict[tuple[object, ...], Setup] = {}
 
     def hello(self, message: Message, context: Context) -> RecordDict:
         """What the server may know about this client."""
@@ -137,8 +139,17 @@ class _Office:
     def _made(self, config: Config, node: NodeConfig, run_name: str) -> _Place:
         folder = state_folder(node, run_name)
         site = site_of(config, node, self._give)
-        setup = method_of(config).prepared(whole_setup(config, site, self._make, folder))
+        setup = self._prepared(config, site, run_name, folder)
         return _Place(site, Workbench(setup.model, setup.structure, site.data), folder)
+
+    def _prepared(self, config: Config, site: Site, run_name: str, folder: Path) -> Setup:
+        """The net of a run as its method wants it: one for all clients that a process works for."""
+        key = run_name, site.example.shape, site.num_classes, site.num_tokens
+        net = self._nets.get(key)
+        if net is None:
+            net = method_of(config).prepared(whole_setup(config, site, self._make, folder))
+            self._nets = {key: net}
+        return net
 
 
 MOST_PLACES = 4  # of a process that works for several clients in turn

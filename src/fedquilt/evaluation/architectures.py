@@ -270,7 +270,7 @@ def client_nets(
     """
     known, found = budgets or {}, []
     for client, subnet in chosen.items():
-        price = cost_of(setup, (subnet,))
+        price = cost_of(setup, (subnet,), memory=False)
         found.append(ClientNet(client, known.get(client), price.params, price.macs, price.bytes))
     for score in scores:
         if score.client not in chosen and score.rounds:
@@ -287,5 +287,5 @@ def mean_costs(nets: Sequence[ClientNet]) -> dict[str, float]:
 
 def mean_shares(setup: Setup, nets: Sequence[ClientNet]) -> dict[str, float]:
     """The same as parts of what the whole model costs (ADDS, Table 3)."""
-    whole = cost_of(setup, (Subnet(),))
+    whole = cost_of(setup, (Subnet(),), memory=False)
     return {name: mean / max(getattr(whole, name), 1) for name, mean in mean_costs(nets).items()}

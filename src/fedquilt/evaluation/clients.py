@@ -85,9 +85,9 @@ def client_scores(
         num_sent, bytes_sent, num_received, macs = 0.0, 0.0, 0.0, 0.0
         for (received, sent), count in done[client.id].items():
             num_sent += count * _num_params(setup, sent)
-            bytes_sent += count * cost_of(setup, sent).bytes
+            bytes_sent += count * cost_of(setup, sent, memory=False).bytes
             num_received += count * _num_params(setup, received)
-            macs += count * cost_of(setup, received).macs
+            macs += count * cost_of(setup, received, memory=False).macs
         scores.append(
             ClientScore(
                 client.id,
