@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+from ray import cloudpickle
+
+from fedquilt.deploy.client import client_app
+from fedquilt.deploy.server import trained
 from fedquilt.structure.groups import Structure
 
 
-def test_the_clients_of_a_process_share_one_net(place):
-    """Caches hold on to structures, so that one for each order would fill the memory."""
-    alive = []
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_the_clients_of_a_process_share_one_net(place, is_copied):
+    """Caches hold on to structures, so that one for each message would fill the memory."""
+    alive, app = [], client_app()
 
     def count(message, answer):
+        if is_copied:  # as a simulation does with every message
+            grid._app = cloudpickle.loads(cloudpickle.dumps(app))
         reply = answer(message)
         if message.metadata.message_type == "train":
             gc.collect()
             alive.append(sum(type(thing) is Structure for thing in gc.get_objects()))
         return [reply]
 
-    place.flower(count, model__name="mlp", model__hidden="[16]", model__width=None)
+    net = {"model__name": "mlp", "model__hidden": "[16]", "model__width": None}
+    changes = {**net, "data__share": 0.05, "rounds": 2}
+    grid = place.grid(count, **changes)
+    trained(grid, place.config("flower", **changes))
     assert len(alive) > 3
     assert len(set(alive)) == 1

@@ -7,7 +7,9 @@ process for every message.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +84,17 @@ def _replied(message: Message, work: Callable[[], RecordDict]) -> Message:
 
 
 class _Office:
-    """Does what messages ask for."""
+    """Does what messages ask for.
+
+    A simulation sends a copy of it to its workers with every message. Copies have the same name.
+    """
 
     def __init__(
         self, make: MakeModel | None, give: GiveData | None, recipes: tuple[type, ...]
     ) -> None:
         self._make, self._give, self._recipes = make, give, recipes
         self._places: dict[tuple[str, str], _Place] = {}
-        self._nets: dict[tuple[object, ...], Setup] = {}
+        self._name = secrets.token_hex(8)
 
     def hello(self, message: Message, context: Context) -> RecordDict:
         """What the server may know about this client."""
@@ -145,11 +150,22 @@ class _Office:
     def _prepared(self, config: Config, site: Site, run_name: str, folder: Path) -> Setup:
         """The net of a run as its method wants it: one for all clients that a process works for."""
         key = run_name, site.example.shape, site.num_classes, site.num_tokens
-        net = self._nets.get(key)
+        nets = _nets(self._name)
+        net = nets.get(key)
         if net is None:
             net = method_of(config).prepared(whole_setup(config, site, self._make, folder))
-            self._nets = {key: net}
+            nets.clear()
+            nets[key] = net
         return net
+
+
+@lru_cache(maxsize=2)
+def _nets(office: str) -> dict[tuple[object, ...], Setup]:
+    """What this process has made for an office and all of its copies.
+
+    Caches hold on to structures: one for each message would fill the memory.
+    """
+    return {}
 
 
 MOST_PLACES = 4  # of a process that works for several clients in turn
