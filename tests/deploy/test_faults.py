@@ -37,7 +37,7 @@ from fedquilt.runs.loop import ignore
 
 from .test_federation import assert_same_bits
 
-pytestmark = [pytest.mark.federation, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(1800)]
 NODES = 3
 COMMON = {
     "seed": 3,

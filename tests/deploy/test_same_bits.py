@@ -15,7 +15,7 @@ from fedquilt.runs.loop import ignore
 from .conftest import CLIENTS, SETTINGS
 from .test_engine import METHODS, records, same
 
-pytestmark = [pytest.mark.federation, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
 PAPERS = ("fedavg", "heterofl", "splitmix", "nefl", "apfl", "adds")
 
 
