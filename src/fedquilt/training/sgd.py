@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.federation.client import Task, Update
+from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser, learner
 from fedquilt.training.objectives import Objective, Plain, through
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.scaler import scaled
+from fedquilt.training.tokens import Seen, reading, tokens_read
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,10 @@ class SGD:
 
     Several subnets are trained side by side on the same batches, each by its own loss. A new
     optimiser each time, so momentum does not survive a round. ``masked`` trains on the
-    client's own classes only and ``own_rows`` sends back only their rows of the output layer;
-    ``scale`` is HeteroFL's Scaler. Tensors matching ``home`` never leave the client.
-    ``together`` trains subnets of one shape in one pass instead of one after another.
+    client's own classes only; ``own_rows`` sends back only their rows of the output layer, and of
+    embeddings only the rows that the client has read; ``scale`` is HeteroFL's Scaler. Tensors
+    matching ``home`` never leave the client. ``together`` trains subnets of one
+    shape in one pass instead of one after another.
     """
 
     optimiser: Optimiser
@@ -47,8 +50,10 @@ class SGD:
         with ExitStack() as stack:
             for module in modules if self.scale else ():
                 stack.enter_context(scaled(module, bench.structure))
+            seen = [stack.enter_context(reading(m)) for m in modules if self.own_rows]
             loss = self._train(modules, examples, task.seed)
-        sent = tuple(self._sent(subnet, bench) for subnet in task.subnets)
+        own = [self._own(bench.structure, rows) for rows in seen] or [{}] * len(modules)
+        sent = tuple(map(self._sent, task.subnets, own))
         for module, subnet in zip(modules, task.subnets, strict=True):
             bench.keep(module, subnet, self.home)
         return Update(
@@ -59,12 +64,18 @@ class SGD:
             {"loss": loss, "examples": len(examples)},
         )
 
-    def _sent(self, subnet: Subnet, bench: Workbench) -> Subnet:
+    def _own(self, structure: Structure, seen: Seen) -> dict[str, set[int]]:
+        """The classes that the client has and the tokens that it has read, by their groups."""
+        own = tokens_read(structure, seen)
+        if structure.classes and structure.classes in structure.groups:
+            own.setdefault(structure.classes, set()).update(self.labels)
+        return own
+
+    def _sent(self, subnet: Subnet, own: Mapping[str, Iterable[int]]) -> Subnet:
         """What of a subnet goes back."""
         sent = subnet.leaving(*self.home) if self.home else subnet
-        classes = bench.structure.classes
-        if self.own_rows and classes and classes in bench.structure.groups:
-            sent = sent.keeping(classes, self.labels)
+        for group, rows in own.items():
+            sent = sent.keeping(group, rows)
         return sent
 
     def _train(self, modules: list[nn.Module], examples: ClientData, seed: int) -> float:

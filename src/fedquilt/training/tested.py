@@ -28,8 +28,8 @@ class Tested:
     That is the model which the other recipe says it is, or else what the client is about to send,
     with what it keeps at home. Several nets answer with the mean of their logits; of nets that
     share weights, which are sizes of one, the first and widest counts. Statistics that it neither
-    sends nor keeps are taken from its training data. Classes of which it sends no rows are as it
-    received them. A net that lacks other weights is not tested.
+    sends nor keeps are taken from its training data. Classes and tokens of which it sends no rows
+    are as it received them. A net that lacks other weights is not tested.
 
     Nothing else changes. Who has a single example, which cannot be normalised by itself, is not
     tested, and has trained all the same.
@@ -97,9 +97,9 @@ def _weights(subnet: Subnet, bench: Workbench) -> Mapping[str, str]:
 def _complete(
     subnet: Subnet, tensors: Params, task: Task, bench: Workbench
 ) -> tuple[Subnet, Params]:
-    """A net with the rows of all classes."""
+    """A net with the rows of all classes and tokens."""
     structure = bench.structure
-    every = replace(subnet, kept=tuple(p for p in subnet.kept if p[0] != structure.classes))
+    every = replace(subnet, kept=tuple(p for p in subnet.kept if structure.groups[p[0]].is_cut))
     if every == subnet:
         return subnet, tensors
     found, where = take(task.params, structure, every), cells_within(structure, every, subnet)

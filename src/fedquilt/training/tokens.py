@@ -1,0 +1,61 @@
+"""Which rows of its embeddings a client has read: the only ones that it knows anything about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.trace import named_tensors
+
+Seen = Mapping[str, Tensor]  # by embedding: True for the rows that were read
+
+
+@contextmanager
+def reading(module: nn.Module) -> Iterator[Seen]:
+    """Notes what the embeddings of a module look up, by the names of their weights."""
+    names = {id(tensor): name for name, tensor in named_tensors(module).items()}
+    seen: dict[str, Tensor] = {}
+    hooks = []
+    for layer in module.modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            rows = seen.setdefault(
+                names[id(layer.weight)], torch.zeros(layer.num_embeddings, dtype=torch.bool)
+            )
+            hooks.append(layer.register_forward_pre_hook(_note(rows)))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _note(rows: Tensor) -> Any:
+    def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        rows[inputs[0].flatten()] = True
+
+    return hook
+
+
+def tokens_read(structure: Structure, seen: Seen) -> dict[str, set[int]]:
+    """The same by the groups that the rows of embeddings are; rows of no group are left out."""
+    found: dict[str, set[int]] = {}
+    for name, rows in seen.items():
+        group = _tokens(structure, name)
+        if group is not None:
+            found.setdefault(group, set()).update(torch.where(rows)[0].tolist())
+    return found
+
+
+def _tokens(structure: Structure, name: str) -> str | None:
+    """The group whose channels are the rows of an embedding, in their order."""
+    axis = structure.axes[name][0]
+    if axis is None or len(axis) != 1 or axis[0].group is None:
+        return None
+    group = structure.groups[axis[0].group]
+    is_in_order = axis[0].channels == tuple(range(group.size))
+    return group.name if is_in_order and not group.is_cut else None

@@ -1,0 +1,156 @@
+"""Embeddings: a client sends back the rows that it has read, and no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedquilt.data import Examples
+from fedquilt.federation.average import average
+from fedquilt.federation.client import Task, Update
+from fedquilt.models.transformer import MaskedTransformer
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.trace import named_tensors
+from fedquilt.training import tested
+from fedquilt.training.descent import Optimiser
+from fedquilt.training.recipe import Workbench
+from fedquilt.training.sgd import SGD
+from fedquilt.training.tokens import reading, tokens_read
+
+WORDS, LENGTH = 12, 5
+TOKENS = {0: (0, 1, 2, 5), 1: (2, 5, 7)}  # of each client; 3, 4, 6 and 8 to 11 nobody has
+
+
+class Words(nn.Module):
+    """A class for each text; positions are known too, and one of them is never reached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 6)
+        self.places = nn.Embedding(LENGTH + 1, 6)
+        self.hidden = nn.Linear(6, 8)
+        self.classifier = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        return self.classifier(self.hidden(x.mean(1)).relu())  # type: ignore[no-any-return]
+
+
+class Tied(nn.Module):
+    """Says which word comes next by the same vectors that it reads words with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 6)
+        self.hidden = nn.Linear(6, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        x = self.hidden(self.words(tokens).mean(1)).relu()
+        return x @ self.words.weight.t()
+
+
+def texts(client: int, num_classes: int = 3) -> Examples:
+    generator = torch.Generator().manual_seed(client)
+    own = torch.tensor(TOKENS[client])
+    drawn = torch.randint(len(own), (8, LENGTH), generator=generator)
+    drawn[0, : len(own)] = torch.arange(len(own))  # each of them at least once
+    labels = torch.randint(num_classes, (8,), generator=generator)
+    return Examples(own[drawn], labels)
+
+
+def made(net: nn.Module, num_classes: int = 3) -> tuple[Structure, Workbench]:
+    structure = Structure.trace(net, texts(0).batch(torch.arange(2))[0])
+    data = {client: texts(client, num_classes) for client in TOKENS}
+    return structure, Workbench(net, structure, {"train": data, "test": data})
+
+
+def trained(net: nn.Module, client: int, width: float = 1.0, **settings) -> Update:
+    structure, bench = made(net)
+    decaying = Optimiser(epochs=1, batch_size=4, weight_decay=0.1)
+    recipe = SGD(decaying, lr=0.1, **{"labels": (0, 1, 2), "own_rows": True, **settings})
+    return recipe.run(Task(client, (structure.subnet(width),), params_of(net), recipe, 0), bench)
+
+
+def params_of(net: nn.Module) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in named_tensors(net).items()}
+
+
+@pytest.fixture
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Words()
+
+
+def test_what_embeddings_look_up_is_noted_while_it_is_asked_for(net):
+    structure, _ = made(net)
+    with reading(net) as seen:
+        net(torch.tensor([[3, 3, 9]]))
+        net(torch.tensor([[4, 3, 3]]))
+    net(torch.tensor([[0, 0, 0]]))
+    assert tokens_read(structure, seen) == {"words": {3, 4, 9}, "places": {0, 1, 2}}
+
+
+@pytest.mark.parametrize("width", [1.0, 0.5])
+@pytest.mark.parametrize("client", TOKENS)
+def test_a_client_sends_the_rows_of_its_tokens_as_it_trained_them(net, client, width):
+    rows, whole = (trained(net, client, width, own_rows=own) for own in (True, False))
+    for name, tensor in whole.params[0].items():
+        own = {"words.weight": list(TOKENS[client]), "places.weight": list(range(LENGTH))}
+        assert rows.params[0][name].equal(tensor[own.get(name, slice(None))]), name
+
+
+def test_a_row_is_averaged_over_those_who_read_it_and_stays_if_nobody_did(net):
+    """Though every client's weight decay moves all the rows that it was given."""
+    before = params_of(net)
+    updates = [trained(net, client) for client in TOKENS]
+    structure, _ = made(net)
+    after = average(before, structure, updates)["words.weight"]
+    moved = [trained(net, client, own_rows=False).params[0]["words.weight"] for client in TOKENS]
+    for word in range(WORDS):
+        readers = [client for client, tokens in TOKENS.items() if word in tokens]
+        if readers:
+            expected = torch.stack([moved[client][word] for client in readers]).mean(0)
+            torch.testing.assert_close(after[word], expected, rtol=1e-6, atol=1e-7)
+            assert not after[word].equal(before["words.weight"][word])
+        else:
+            assert after[word].equal(before["words.weight"][word])
+            assert not moved[0][word].equal(before["words.weight"][word])
+
+
+def test_of_a_matrix_that_reads_and_answers_both_kinds_of_rows_go_back():
+    net = Tied()
+    update = trained(net, 1, labels=(0, 7))
+    whole = trained(net, 1, labels=(0, 7), own_rows=False)
+    rows = sorted({0, 7, *TOKENS[1]})
+    assert update.params[0]["words.weight"].equal(whole.params[0]["words.weight"][rows])
+
+
+def test_the_token_of_hidden_ones_is_everybodys():
+    sizes = {"num_classes": WORDS, "length": LENGTH, "dim": 8, "hidden": 8, "layers": 1, "heads": 2}
+    net = MaskedTransformer(**sizes, mask_rate=0.5)
+    structure = Structure.trace(net, torch.zeros(2, LENGTH, dtype=torch.int64))
+    tokens = texts(1).inputs
+    bench = Workbench(net, structure, {"train": {1: Examples(tokens, tokens)}})
+    recipe = SGD(Optimiser(epochs=4, batch_size=4), lr=0.1, labels=TOKENS[1], own_rows=True)
+    task = Task(1, (structure.subnet(0.5),), params_of(net), recipe, 0)
+    (sent,) = recipe.run(task, bench).subnets
+    assert sent.channels("embedding").tolist() == [*TOKENS[1], WORDS]
+    assert sent.channels(structure.classes).tolist() == list(TOKENS[1])
+
+
+def test_words_that_a_client_did_not_send_are_tested_as_it_received_them(net):
+    """Without weight decay they are the same as in the whole net that it has trained."""
+    structure = Structure.trace(net, texts(0).inputs[:2])
+    foreign = Examples(torch.randint(WORDS, (60, LENGTH)), torch.randint(3, (60,)))
+    bench = Workbench(net, structure, {"train": {1: texts(1)}, "test": {1: foreign}})
+    found = []
+    for own_rows in (True, False):
+        recipe = SGD(Optimiser(weight_decay=0), lr=0.1, labels=(0, 1, 2), own_rows=own_rows)
+        task = Task(1, (structure.subnet(0.5),), params_of(net), recipe, 0)
+        metrics = tested.Tested(recipe).run(task, bench).metrics
+        found.append((metrics[tested.RIGHT], metrics[tested.TESTED]))
+    assert found[0] == found[1]
+    assert found[0][1] == 60
