@@ -125,5 +125,6 @@ def test_reports_know_that_no_client_trained_and_all_data_were_seen(world, tmp_p
 
 def test_a_divergence_is_refused_and_named(world):
     method = fq.Centralised(fq.Optimiser(lr=1e30))
-    with pytest.raises(TrainingError, match=r"no client gave a usable answer.*not finite"):
+    named = r"no client gave a usable answer.*; all clients together sent .*not finite"
+    with pytest.raises(TrainingError, match=named):
         fq.train(world.setup.model, world.setup.example, method, world.people, 1, workers=0)

@@ -20,6 +20,16 @@ SERVER = -1  # the client that holds the server's own held-out data
 EVERYONE = -2  # the server with the data of all clients, where it has gathered them
 
 
+def called(client: int) -> str:
+    """How messages speak of who worked.
+
+    >>> called(3), called(SERVER), called(EVERYONE)
+    ('client 3', 'the server', 'all clients together')
+    """
+    names = {SERVER: "the server", EVERYONE: "all clients together"}
+    return names.get(client, f"client {client}")
+
+
 @dataclass(frozen=True)
 class Client:
     """What the server knows about one participant."""
@@ -67,6 +77,15 @@ class Failure:
 
     client: int
     reason: str
+
+    def __str__(self) -> str:
+        """Who, and why; once, if the reason names it.
+
+        >>> print(Failure(3, "out of memory"), Failure(3, "client 3 sent nothing"), sep="; ")
+        client 3: out of memory; client 3 sent nothing
+        """
+        who = called(self.client)
+        return self.reason if self.reason.startswith(f"{who} ") else f"{who}: {self.reason}"
 
 
 def seed_of(*parts: int) -> int:

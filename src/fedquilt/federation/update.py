@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedquilt.errors import StructureError, UpdateError
-from fedquilt.federation.client import Update
+from fedquilt.federation.client import Update, called
 from fedquilt.structure.cut import Params, shapes, source_name
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
@@ -19,7 +19,7 @@ def accept(update: Update, structure: Structure, params: Params) -> Update:
 
     ``params`` are the global tensors. Raises an UpdateError that says what is wrong otherwise.
     """
-    who = f"client {update.client}"
+    who = called(update.client)
     if not (math.isfinite(update.weight) and update.weight >= 0):
         raise UpdateError(
             f"{who} sent the weight {update.weight}; weights are finite and not negative"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedquilt.errors import ConfigError, UpdateError
 from fedquilt.federation.average import average
-from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.client import Client, Task, Update, called, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Rounds, without_tracking
 from fedquilt.structure.subnet import Subnet
@@ -105,7 +105,7 @@ class STC(Rounds):
 
     def opened(self, setup: Setup, state: State, update: Update) -> Update:
         """Line 17: the change that a client's code means, as tensors."""
-        who = f"client {update.client}"
+        who = called(update.client)
         if not update.subnets and not update.params:
             return update  # it lacks what codes are added to
         if update.subnets != (Subnet(),) or len(update.params) != 1:

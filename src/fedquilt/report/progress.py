@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.federation.client import called
 from fedquilt.report.tables import percent
 from fedquilt.runs.loop import (
     ClientDone,
@@ -173,7 +174,7 @@ def sentence(event: Event, total: int) -> str:
     """What a line says about an event; nothing about most clients."""
     match event:
         case ClientDone(problem=str()):
-            return f"client {event.client} failed: {event.problem}"
+            return f"{called(event.client)} failed: {event.problem}"
         case RoundDone():
             failed = f", {len(event.failures)} failed" if event.failures else ""
             loss = "" if event.loss is None else f"loss {event.loss:.4f}, "
@@ -194,7 +195,7 @@ def shares(seen: Seen) -> str:
     >>> shares(Seen(131, round=31, phase="search", under_way={4: 0.104, 3: 0.42, 5: 1.0}))
     'round 31/131 (search): client 3 42%, client 4 10%'
     """
-    found = [f"client {c} {d:.0%}" for c, d in sorted(seen.under_way.items()) if d < 1]
+    found = [f"{called(c)} {d:.0%}" for c, d in sorted(seen.under_way.items()) if d < 1]
     return f"round {seen.round}/{seen.total} ({seen.phase}): {', '.join(found)}" if found else ""
 
 

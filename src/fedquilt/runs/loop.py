@@ -439,9 +439,7 @@ class _Ledger:
         if not self.has(quorum):
             count, first = self.num_accepted, self.failures[0]
             who = f"{count} of {quorum} clients that are needed" if count else "no client"
-            raise TrainingError(
-                f"{who} gave a usable answer in {when}; client {first.client}: {first.reason}"
-            )
+            raise TrainingError(f"{who} gave a usable answer in {when}; {first}")
 
     @property
     def loss(self) -> float | None:
