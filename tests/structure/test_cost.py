@@ -14,9 +14,13 @@ from fedquilt.errors import BudgetError
 from fedquilt.models import make
 from fedquilt.models.adds import TextLSTM
 from fedquilt.structure.budget import Budget, fit
-from fedquilt.structure.cost import Ledger, cost
+from fedquilt.structure.cost import Ledger, _Asked, _cost, _even_groups, cost
 from fedquilt.structure.cut import build
-from fedquilt.structure.groups import STATISTICS, Structure
+from fedquilt.structure.groups import STATISTICS, Group, Span, Structure
+from fedquilt.structure.trace import named_tensors
+
+from .nets import ZOO, structured
+from .test_law5 import some_channels
 
 IMAGE = torch.zeros(1, 3, 12, 12)
 
@@ -156,3 +160,64 @@ def test_a_recurrent_net_of_one_length_is_counted_on_it():
     structure = Structure.trace(FixedLength(), text)
     found = cost(FixedLength(), structure, structure.subnet(1.0), text, memory=False)
     assert found.macs == 12 * 4 * 4 * (3 + 4) + 12 * 4 * 2
+
+
+@pytest.mark.parametrize("name", ZOO)
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=3, deadline=None)
+def test_channels_of_any_kind_cost_what_their_net_does(name, seed):
+    model, structure = structured(name)
+    subnet, example = some_channels(structure, None, seed), ZOO[name].example
+    found = cost(model, structure, subnet, example, memory=False)
+    small = build(model, structure, subnet)
+    assert found.params == sum(p.numel() for p in small.parameters())
+    assert found.bytes == sum(t.nbytes for t in named_tensors(small).values())
+    assert found == _cost.__wrapped__(_Asked(model, example), structure, subnet, 10, False)
+
+
+def test_methods_that_draw_other_channels_in_every_round_ask_for_one_price(net):
+    model, structure = net
+    counted = _cost.cache_info().misses
+    for seed in range(9):
+        drawn = some_channels(structure, 0.5, seed)
+        assert cost(model, structure, drawn, IMAGE) == cost(
+            model, structure, structure.subnet(0.5), IMAGE
+        )
+    assert _cost.cache_info().misses <= counted + 1
+
+
+class Lengths(nn.Module):
+    """Reads texts up to where they end, and so needs to know what is in them."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.lstm = nn.LSTM(8, 16, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, texts):
+        """Logits."""
+        ends = (texts != 0).sum(1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.words(texts), ends, batch_first=True, enforce_sorted=False
+        )
+        return self.head(self.lstm(packed)[1][0][-1])
+
+
+def test_a_net_that_looks_at_its_input_is_counted_on_the_example():
+    model, example = Lengths(), torch.tensor([[3, 4, 5, 0], [6, 7, 8, 0]])
+    structure = Structure.trace(model, example)
+    words, state = (
+        structure.kept(structure.subnet(0.5), g) for g in ("words:2", "lstm.weight_ih_l0")
+    )
+    found = cost(model, structure, structure.subnet(0.5), example)
+    assert found.macs == 3 * 4 * state * (words + state) + 3 * state  # three words are read
+    assert found.memory > 4 * found.params
+
+
+def test_channels_that_an_axis_has_more_often_than_others_have_their_own_price():
+    uneven = (Span("h", (0, 1, 2)), Span("h", (0,)))
+    axes = {"a": ((Span("h", (0, 1, 2)),), (Span("k", (1, 0)),)), "b": (uneven, None)}
+    groups = {"h": Group("h", 3), "k": Group("k", 2)}
+    structure = Structure(groups, axes, {"a": (3, 2), "b": (4, 5)})
+    assert _even_groups(structure) == {"k"}

@@ -6,14 +6,15 @@ Nothing is trained and nothing large is allocated: the subnet is built without s
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedquilt.structure.cut import build
 from fedquilt.structure.groups import Axis, Structure, following
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import Example, arguments, named_tensors
+from fedquilt.structure.trace import Example, arguments, named_tensors, plain_kernels
 
 SHORT = (6, 7, 8)  # tokens of texts on which recurrent nets are counted
 
@@ -61,7 +62,31 @@ def cost(
 
     The memory is 0 if nobody wants to know: it takes longest to find.
     """
-    return _cost(_Asked(model, example), structure, subnet, batch_size, memory)
+    alike = _with_leading(subnet, _even_groups(structure))
+    return _cost(_Asked(model, example), structure, alike, batch_size, memory)
+
+
+def _with_leading(subnet: Subnet, groups: frozenset[str]) -> Subnet:
+    """As many channels of these groups, but the leading ones: a net of the same shapes.
+
+    So methods that draw other channels in every round ask for one price and not for thousands.
+    """
+    kept = ((g, (1 << m.bit_count()) - 1 if g in groups else m) for g, m in subnet.kept)
+    return replace(subnet, kept=tuple(kept))
+
+
+@lru_cache(maxsize=64)
+def _even_groups(structure: Structure) -> frozenset[str]:
+    """Groups of which every axis has all channels equally often: it does not matter which."""
+    uneven = set()
+    for axis in (axis for axes in structure.axes.values() for axis in axes if axis is not None):
+        for span in axis:
+            if span.group is not None:
+                size = structure.groups[span.group].size
+                times = Counter(span.channels)
+                if len(times) != size or len(set(times.values())) != 1:
+                    uneven.add(span.group)
+    return frozenset(structure.groups.keys() - uneven)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,10 +238,7 @@ def macs_by_layer(model: nn.Module, structure: Structure, example: Example) -> d
 
 
 def _by_layer(small: nn.Module, example: Example) -> dict[str, int]:
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), _unfused(), counter:
-        small.eval()(*_inputs(example, 2))
-    found = counter.get_flop_counts()
+    found = _counted(small, example).get_flop_counts()
     layers = (path for path, m in small.named_modules() if not any(True for _ in m.children()))
     macs = {p: sum(found.get(f"{type(small).__name__}.{p}", {}).values()) // 2 // 2 for p in layers}
     return {path: count for path, count in macs.items() if count}
@@ -240,9 +262,34 @@ def _on_paper(model: nn.Module, structure: Structure, subnet: Subnet) -> nn.Modu
     return build(model, structure, subnet, shell)
 
 
-def _inputs(example: Example, batch_size: int) -> tuple[Any, ...]:
+T = TypeVar("T")
+
+
+def _seen(
+    look: Callable[[nn.Module, tuple[Any, ...]], T],
+    small: nn.Module,
+    example: Example,
+    batch_size: int,
+) -> T:
+    """What is seen on a net at work on a batch like the example; on shapes alone, if they do.
+
+    A net that needs values on its way, such as the lengths of texts, is given some: weights of 0,
+    and the example again and again.
+    """
+    try:
+        with torch.device("meta"):  # for what the net makes on its way
+            return look(small, _inputs(example, batch_size, "meta"))
+    except Exception:  # of whatever kind; a net that is ill says so again
+        real = copy.deepcopy(small).to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in named_tensors(real).values():
+                tensor.zero_()
+        return look(real, _inputs(example, batch_size, "cpu"))
+
+
+def _inputs(example: Example, batch_size: int, device: str) -> tuple[Any, ...]:
     def resized(x: Tensor) -> Tensor:
-        return torch.empty((batch_size, *x.shape[1:]), dtype=x.dtype, device="meta")
+        return x[torch.arange(batch_size, device=x.device) % len(x)].to(device)
 
     return tuple(resized(x) if isinstance(x, Tensor) else x for x in arguments(example))
 
@@ -271,34 +318,37 @@ def _macs(small: nn.Module, example: Example) -> int:
 
 
 def _macs_on(small: nn.Module, example: Example) -> int:
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), _unfused(), counter:
-        small.eval()(*_inputs(example, 2))  # one example cannot be normalised by its own batch
-    return int(counter.get_total_flops()) // 2 // 2
+    return int(_counted(small, example).get_total_flops()) // 2 // 2
 
 
-@contextmanager
-def _unfused() -> Iterator[None]:
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+def _counted(small: nn.Module, example: Example) -> FlopCounterMode:
+    """Two operations for each multiply-accumulate of two examples.
+
+    One example cannot be normalised by its own batch.
+    """
+
+    def look(net: nn.Module, inputs: tuple[Any, ...]) -> FlopCounterMode:
+        counter = FlopCounterMode(display=False)
+        with torch.no_grad(), plain_kernels(), counter:
+            net.eval()(*inputs)
+        return counter
+
+    return _seen(look, small, example, 2)
 
 
 def _peak(small: nn.Module, example: Example, batch_size: int) -> int:
     """Bytes alive at the worst moment of a step: weights, gradients, momentum, activations."""
-    small = small.train()
     weights = sum(t.nbytes for t in named_tensors(small).values())
     momentum = sum(p.nbytes for p in small.parameters() if p.requires_grad)
-    ledger = Ledger()
-    inputs = _inputs(example, batch_size)
-    with ledger:
-        outputs = [t for t in tree_leaves(small(*inputs)) if isinstance(t, Tensor)]
-        torch.autograd.backward([output.sum() for output in outputs if output.requires_grad])
-    data = sum(x.nbytes for x in inputs if isinstance(x, Tensor))
-    return weights + momentum + data + ledger.peak
+
+    def look(net: nn.Module, inputs: tuple[Any, ...]) -> int:
+        ledger = Ledger()
+        with ledger:
+            outputs = [t for t in tree_leaves(net.train()(*inputs)) if isinstance(t, Tensor)]
+            torch.autograd.backward([output.sum() for output in outputs if output.requires_grad])
+        return ledger.peak + sum(x.nbytes for x in inputs if isinstance(x, Tensor))
+
+    return weights + momentum + _seen(look, small, example, batch_size)
 
 
 class Ledger(TorchDispatchMode):
