@@ -8,6 +8,7 @@ from fedquilt.report.records import (
     LocalTest,
     Milestone,
     accuracy_of,
+    bytes_sent,
     bytes_to_reach,
     final_scores,
     global_accuracy,
@@ -35,6 +36,18 @@ def test_without_records_there_are_no_scores(tmp_path):
     assert final_scores(tmp_path) == ()
     assert list(milestones(tmp_path)) == []
     assert (local_tests(tmp_path), last_local(tmp_path), traffic(tmp_path)) == ([], {}, {})
+    assert bytes_sent(tmp_path) == {}
+
+
+def test_what_a_client_sent_is_the_mean_over_the_rounds_in_which_it_did(tmp_path):
+    recorded(
+        tmp_path,
+        {**done(1, "warm-up", 0, 30), "sent": {"2": 10, "0": 20}},
+        evaluated(1, SCORE),
+        {**done(2, "train", 0, 5), "sent": {"2": 5}},
+        done(3, "train", 0, 7),  # by a version that wrote down only the sum
+    )
+    assert bytes_sent(tmp_path) == {0: 20, 2: 7.5}
 
 
 def recorded(folder, *records, timing=()):

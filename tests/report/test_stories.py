@@ -67,6 +67,19 @@ def test_where_nobody_chose_nets_are_what_was_trained(tmp_path, people):
     assert [net.budget.width for net in story.nets] == list(BUDGETS)
 
 
+def test_bytes_are_those_of_the_codes_and_rows_that_clients_really_sent(tmp_path, people):
+    method = fq.STC(fraction=1.0, sparsity_up=0.1)
+    story = told("x", trained(tmp_path, people, method), people, workers=0)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rounds = [record for record in records if "sent" in record]
+    assert len(rounds) == 3
+    assert all(sum(record["sent"].values()) == record["bytes_up"] for record in rounds)
+    means = [sum(record["sent"][str(client)] for record in rounds) / 3 for client in range(3)]
+    assert [score.bytes_per_round for score in story.clients] == pytest.approx(means)
+    assert [net.bytes for net in story.nets] == pytest.approx(means)
+    assert max(means) < 4 * PARAMS[1] / 2  # a fraction of all its weights
+
+
 def test_shares_and_rates_and_layers_are_those_of_chosen_nets(tmp_path, people):
     story = told("x", trained(tmp_path, people, fq.FedPA(subnets=NETS)), people, workers=0)
     assert story.mean_shares["params"] == pytest.approx(sum(PARAMS) / 3 / 50)

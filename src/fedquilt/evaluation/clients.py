@@ -39,7 +39,7 @@ class ClientScore:
     budget: float  # the width that it can afford
     rounds: int  # in which it took part
     params_per_round: float  # sent up
-    bytes_per_round: float  # the same, with all that is no parameter
+    bytes_per_round: float  # the same, with all that is no parameter; as planned, before any code
     params_received: float  # in a round
     macs: float  # forward, of one example, over all it trains
     accuracy: float | None  # of the largest model on its own test data

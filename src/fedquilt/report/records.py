@@ -54,6 +54,15 @@ def last_local(folder: Path) -> dict[int, float]:
     return dict(sorted(found.items()))
 
 
+def bytes_sent(folder: Path) -> dict[int, float]:
+    """What each client sent in a round in which it took part, in the mean; codes are short."""
+    found: dict[int, list[int]] = {}
+    for record in _lines(folder / "metrics.jsonl"):
+        for client, count in record.get("sent", {}).items():
+            found.setdefault(int(client), []).append(count)
+    return {client: fmean(counts) for client, counts in sorted(found.items())}
+
+
 def traffic(folder: Path) -> dict[str, float]:
     """Bytes that a client sends and receives in a round of the last phase, in the mean."""
     rounds = [record for record in _lines(folder / "metrics.jsonl") if "scores" not in record]

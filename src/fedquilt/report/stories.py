@@ -26,6 +26,7 @@ from fedquilt.evaluation.clients import label_divergences, trained_shares
 from fedquilt.evaluation.targets import Reached, against, reached
 from fedquilt.report.page import Story
 from fedquilt.report.records import (
+    bytes_sent,
     final_scores,
     global_accuracy,
     in_last_phase,
@@ -46,7 +47,11 @@ def told(
     scores = _evaluated(run.folder) or final_scores(run.folder)
     chosen = run.state.chosen
     budgets = {c.id: c.budget for c in population.clients} if population is not None else {}
-    clients = run.by_client(population, workers=workers) if population is not None else []
+    sent = bytes_sent(run.folder)
+    clients = [
+        replace(score, bytes_per_round=sent.get(score.client, score.bytes_per_round))
+        for score in (run.by_client(population, workers=workers) if population is not None else [])
+    ]
     own = architectures(run.setup.structure, chosen, budgets)
     nets = client_nets(run.setup, chosen, clients, budgets)
     story = Story(

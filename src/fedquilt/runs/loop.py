@@ -59,7 +59,7 @@ class RoundDone:
     """A round is over.
 
     ``local`` is the accuracy of each client's own model on its own test data, before models were
-    merged; empty if nobody asked.
+    merged; empty if nobody asked. ``sent`` are the bytes that each client sent.
     """
 
     round: int
@@ -71,6 +71,7 @@ class RoundDone:
     bytes_up: int
     seconds: float
     local: Mapping[int, float] = field(default_factory=dict)
+    sent: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def local_accuracy(self) -> float | None:
@@ -208,6 +209,7 @@ class Loop:
             ledger.bytes_up,
             time.perf_counter() - started,
             ledger.local,
+            dict(ledger.sent),
         )
         self._record(done)
         return Checkpoint(replace(merged, round=state.round + 1), self.engine.kept())
@@ -399,7 +401,8 @@ class _Ledger:
         self._opened = opened
         self.failures: list[Failure] = []
         self.num_accepted = 0
-        self.bytes_down = self.bytes_up = 0
+        self.bytes_down = 0
+        self.sent: Counter[int] = Counter()  # bytes, by client
         self._loss = self._examples = 0.0
         self.local: dict[int, float] = {}
 
@@ -427,8 +430,13 @@ class _Ledger:
             checked = accept(self._opened(result), self._structure, self._params)
         except UpdateError as problem:
             return Failure(result.client, str(problem))
-        self.bytes_up += sum(t.nbytes for part in result.params for t in part.values())
+        self.sent[result.client] += sum(t.nbytes for part in result.params for t in part.values())
         return checked
+
+    @property
+    def bytes_up(self) -> int:
+        """What clients sent, all together."""
+        return self.sent.total()
 
     def has(self, quorum: int) -> bool:
         """Whether as many answers could be used as must be, or as were asked for."""
