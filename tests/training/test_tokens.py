@@ -93,6 +93,20 @@ def test_what_embeddings_look_up_is_noted_while_it_is_asked_for(net):
     assert tokens_read(structure, seen) == {"words": {3, 4, 9}, "places": {0, 1, 2}}
 
 
+def test_tokens_may_be_named_and_bags_are_read_too():
+    bag = nn.Sequential(nn.EmbeddingBag(WORDS, 4))
+    with reading(bag) as seen:
+        bag[0](input=torch.tensor([2, 5, 5], dtype=torch.int32), offsets=torch.tensor([0]).int())
+    assert torch.where(seen["0.weight"])[0].tolist() == [2, 5]
+
+
+def test_an_embedding_whose_rows_are_computed_is_left_whole():
+    computed = nn.utils.parametrizations.weight_norm(nn.Embedding(WORDS, 4))
+    with reading(computed) as seen:
+        computed(torch.tensor([1]))
+    assert seen == {}
+
+
 @pytest.mark.parametrize("width", [1.0, 0.5])
 @pytest.mark.parametrize("client", TOKENS)
 def test_a_client_sends_the_rows_of_its_tokens_as_it_trained_them(net, client, width):

@@ -23,10 +23,11 @@ def reading(module: nn.Module) -> Iterator[Seen]:
     hooks = []
     for layer in module.modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
-            rows = seen.setdefault(
-                names[id(layer.weight)], torch.zeros(layer.num_embeddings, dtype=torch.bool)
-            )
-            hooks.append(layer.register_forward_pre_hook(_note(rows)))
+            name = names.get(id(layer.weight))
+            if name is not None:  # a weight that is computed has no rows of its own
+                rows = layer.weight.new_zeros(layer.num_embeddings, dtype=torch.bool)
+                note = _note(seen.setdefault(name, rows))
+                hooks.append(layer.register_forward_pre_hook(note, with_kwargs=True))
     try:
         yield seen
     finally:
@@ -35,8 +36,9 @@ def reading(module: nn.Module) -> Iterator[Seen]:
 
 
 def _note(rows: Tensor) -> Any:
-    def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        rows[inputs[0].flatten()] = True
+    def hook(layer: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        tokens = inputs[0] if inputs else named["input"]
+        rows[tokens.flatten().long()] = True
 
     return hook
 
