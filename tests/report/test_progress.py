@@ -44,6 +44,10 @@ def test_plain_lines_are_one_per_round_evaluation_and_failure():
     ]
 
 
+def test_a_client_that_names_itself_is_named_once():
+    assert sentence(ClientDone(2, "client 2 sent nothing"), 9) == "client 2 failed: sent nothing"
+
+
 def test_own_models_are_told_where_they_were_tested():
     tested = RoundDone(1, "train", 0.5, 2, (), 10, 10, 1.5, {4: 0.5, 7: 0.75})
     assert sentence(tested, 10) == ("round 1/10: loss 0.5000, own models 62.5%, 2 clients, 1.5 s")

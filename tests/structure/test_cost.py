@@ -193,6 +193,7 @@ class Lengths(nn.Module):
         super().__init__()
         self.words = nn.Embedding(20, 8)
         self.lstm = nn.LSTM(8, 16, batch_first=True)
+        self.drop = nn.Dropout(0.5)
         self.head = nn.Linear(16, 3)
 
     def forward(self, texts):
@@ -201,7 +202,7 @@ class Lengths(nn.Module):
         packed = nn.utils.rnn.pack_padded_sequence(
             self.words(texts), ends, batch_first=True, enforce_sorted=False
         )
-        return self.head(self.lstm(packed)[1][0][-1])
+        return self.head(self.drop(self.lstm(packed)[1][0][-1]))
 
 
 def test_a_net_that_looks_at_its_input_is_counted_on_the_example():
@@ -210,7 +211,9 @@ def test_a_net_that_looks_at_its_input_is_counted_on_the_example():
     words, state = (
         structure.kept(structure.subnet(0.5), g) for g in ("words:2", "lstm.weight_ih_l0")
     )
+    before = torch.random.get_rng_state()
     found = cost(model, structure, structure.subnet(0.5), example)
+    assert torch.random.get_rng_state().equal(before)  # as if nothing had been run
     assert found.macs == 3 * 4 * state * (words + state) + 3 * state  # three words are read
     assert found.memory > 4 * found.params
 

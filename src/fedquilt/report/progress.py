@@ -173,8 +173,9 @@ class Lines:
 def sentence(event: Event, total: int) -> str:
     """What a line says about an event; nothing about most clients."""
     match event:
-        case ClientDone(problem=str()):
-            return f"{called(event.client)} failed: {event.problem}"
+        case ClientDone(problem=str() as problem):
+            who = called(event.client)
+            return f"{who} failed: {problem.removeprefix(f'{who} ')}"
         case RoundDone():
             failed = f", {len(event.failures)} failed" if event.failures else ""
             loss = "" if event.loss is None else f"loss {event.loss:.4f}, "

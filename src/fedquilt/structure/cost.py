@@ -284,7 +284,8 @@ def _seen(
         with torch.no_grad():
             for tensor in named_tensors(real).values():
                 tensor.zero_()
-        return look(real, _inputs(example, batch_size, "cpu"))
+        with torch.random.fork_rng(devices=[]):  # dropout must not draw from a run's numbers
+            return look(real, _inputs(example, batch_size, "cpu"))
 
 
 def _inputs(example: Example, batch_size: int, device: str) -> tuple[Any, ...]:
