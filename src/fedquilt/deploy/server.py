@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from fedquilt.config import CLIENTS, Config, checked, fitted, override, read, source_of
-from fedquilt.data.examples import ClientData, as_examples
+from fedquilt.data.examples import ClientData, Normalise, as_examples
 from fedquilt.data.load import Source
 from fedquilt.data.population import Population
 from fedquilt.deploy.hello import Hello
 from fedquilt.deploy.nodes import Nodes
 from fedquilt.deploy.site import MakeModel, Site, settings_of, whole_setup
-from fedquilt.engines.flower.engine import FlowerEngine, Patience
+from fedquilt.engines.flower.engine import FlowerEngine, Patience, Traffic
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.federation.client import SERVER
 from fedquilt.federation.state import Setup
@@ -63,44 +64,32 @@ def trained(grid: Grid, config: Config, *, model: MakeModel | None = None, test:
     expected = config.flower.nodes or config.data.clients or CLIENTS
     hellos = nodes.gathered(expected, config.flower.wait)
     log(INFO, "run %s: %s clients are there", name, len(hellos))
-    has_own = any(hello.is_own for hello in hellos.values())
-    source = None if test is not None or has_own else _at_hand(config)
-    held_out: ClientData | None = None
-    if test is not None or source is not None:
-        held_out = as_examples(test) if source is None else source.test
+    held_out, scale = _held_out(config, test, hellos)
     people = _population(hellos, held_out)
     site = _as_seen(hellos)
     if model is None:
         shape = tuple(site.example.shape[1:])
         config = fitted(config, shape, site.num_classes, site.num_tokens)
-    whole = whole_setup(config, site, model)
-    whole = Setup(
-        whole.model, whole.structure, whole.example, people.clients, config.rounds, config.seed
-    )
-    patience = Patience(config.flower.deadline, config.flower.patience)
-
-    engines: list[FlowerEngine] = []
+    whole = replace(whole_setup(config, site, model), clients=people.clients)
+    traffic = Traffic()
 
     def engine(setup: Setup, _: Population, __: Path | None) -> FlowerEngine:
-        model, structure = setup.model, setup.structure
-        made = FlowerEngine(
-            grid, nodes.find, model, structure, held_out, run_name=name, patience=patience
+        return FlowerEngine(
+            grid,
+            nodes.find,
+            setup.model,
+            setup.structure,
+            held_out,
+            run_name=name,
+            patience=Patience(config.flower.deadline, config.flower.patience),
+            traffic=traffic,
         )
-        engines.append(made)
-        return made
 
+    resume, named = config.flower.resume, model is None
     train = begun(
-        config,
-        whole,
-        people,
-        folder,
-        resume=config.flower.resume,
-        scale=source.scale if source is not None else None,
-        engine=engine,
-        named=model is None,
+        config, whole, people, folder, resume=resume, scale=scale, engine=engine, named=named
     )
     run = train(Lines(lambda line: log(INFO, line), config.rounds))
-    traffic = engines[0].traffic
     log(INFO, "%s", traffic)
     write_text(folder / "traffic.json", json.dumps(asdict(traffic)))
     return run
@@ -121,6 +110,17 @@ def _resumed(config: Config, folder: Path) -> Config:
     return checked(override(started.model_dump(), changes))
 
 
+def _held_out(
+    config: Config, test: Any, hellos: Mapping[int, Hello]
+) -> tuple[ClientData | None, Normalise | None]:
+    """What the server itself evaluates on, and how its inputs were scaled if a set says so."""
+    if test is not None:
+        return as_examples(test), None
+    has_own = any(hello.is_own for hello in hellos.values())
+    source = None if has_own else _at_hand(config)
+    return (None, None) if source is None else (source.test, source.scale)
+
+
 def _at_hand(config: Config) -> Source | None:
     """The set that the settings name, if it is on this machine."""
     try:
@@ -130,7 +130,7 @@ def _at_hand(config: Config) -> Source | None:
         return None
 
 
-def _population(hellos: dict[int, Hello], held_out: ClientData | None) -> Population:
+def _population(hellos: Mapping[int, Hello], held_out: ClientData | None) -> Population:
     """Clients whose data are elsewhere."""
     people = tuple(hello.client for hello in hellos.values())
     tests = {} if held_out is None else {SERVER: held_out}
@@ -138,7 +138,7 @@ def _population(hellos: dict[int, Hello], held_out: ClientData | None) -> Popula
     return Population(people, {}, tests, away=away)
 
 
-def _as_seen(hellos: dict[int, Hello]) -> Site:
+def _as_seen(hellos: Mapping[int, Hello]) -> Site:
     """What all clients have in common: the look of an input, and the classes of any of them."""
     first = next(iter(hellos.values()))
     for hello in hellos.values():

@@ -77,6 +77,7 @@ class FlowerEngine:
 
     ``find`` says which clients can be reached, and is asked anew for every batch of tasks: nodes
     come and go. ``run_name`` is under what clients keep their state; it outlives this process.
+    ``traffic`` grows with every message.
     """
 
     def __init__(
@@ -89,13 +90,14 @@ class FlowerEngine:
         *,
         run_name: str,
         patience: Patience | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         own = {} if held_out is None else {SERVER: held_out}
         self._here = LocalEngine(model, structure, {"test": own}, workers=0)
         self._spool = Spool(Path(tempfile.gettempdir()))
         self._find, self._patience = find, patience or Patience()
-        self.traffic = Traffic()
-        self._post = _Post(grid, structure, self._patience.round, self._spool.folder, self.traffic)
+        limit, folder = self._patience.round, self._spool.folder
+        self._post = _Post(grid, structure, limit, folder, traffic or Traffic())
         self._run_name, self._digest = run_name, digest(structure)
         self._session, self._numbers = secrets.token_hex(4), itertools.count()
         self._versions: dict[int, int] = {}
