@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedquilt.cli import main
+from fedquilt.models import make
 from fedquilt.report.progress import Watch
 from fedquilt.runs.loop import RoundStarted
 
@@ -239,7 +240,7 @@ def test_sigterm_saves_and_says_how_to_resume(tmp_path, monkeypatch):
 
     asked = [*TINY, "--rounds", "10000", "--checkpoint-every", "0", "--workers", "0"]
     with monkeypatch.context() as patched:
-        patched.setattr("fedquilt.cli.Watch", Stop)
+        patched.setattr("fedquilt.cli.train.Watch", Stop)
         result = fedquilt("train", *asked, "--out", tmp_path / "a")
     assert assert_says_how_to_go_on(result.code, result.err) == 2
 
@@ -466,6 +467,21 @@ def test_cost_of_a_model_of_ones_own(tmp_path):
     assert re.search(r"0\.5 +79 ", result.out)
 
 
+def test_cost_of_nets_that_read_texts(tmp_path):
+    lstm = fedquilt("cost", "--model", "char-lstm", "--json").json
+    assert lstm["params"] == sum(p.numel() for p in make("char-lstm", {}).parameters())
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def net(vocabulary, length, num_classes):\n"
+        "    return nn.Sequential(\n"
+        "        nn.Embedding(vocabulary, 3), nn.Flatten(), nn.Linear(3 * length, num_classes))\n"
+    )
+    mine = ["--model", f"{file}:net", "--input", "5", "--tokens", "7", "--json"]
+    assert fedquilt("cost", *mine).json["params"] == 7 * 3 + 15 * 10 + 10
+    assert fedquilt("cost", *mine, "--classes", "2").json["params"] == 7 * 3 + 15 * 2 + 2
+
+
 # customize
 
 
@@ -598,7 +614,7 @@ def test_customize_refuses_a_file_that_it_cannot_write(finished, tmp_path):
         (["cost", "--model", "mlp", "--width", "nan"], ["(0, 1]", "got nan"]),
         (["cost", "--model", "mlp", "--width", "half"], ["'half'"]),
         (["cost", "--model", "mlp", "--input", "a,b"], ["'a,b'"]),
-        (["cost", "--model", "mlp", "--input", "1,8,8", "--data", "digits"], ["one of them"]),
+        (["cost", "--model", "mlp", "--input", "1,8,8", "--data", "digits"], ["leave out --input"]),
         (["cost"], ["--model", "cost --help"]),
         (["customize", "nowhere", "--width", "0", "--out", "a.pt2"], ["(0, 1]", "got 0"]),
         (["customize", "nowhere", "--width", "2", "--out", "a.pt2"], ["(0, 1]", "got 2"]),
@@ -673,7 +689,7 @@ def test_unexpected_problems_keep_their_traceback(monkeypatch):
     def broken(config):
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr("fedquilt.cli.source_of", broken)
+    monkeypatch.setattr("fedquilt.cli.train.source_of", broken)
     with pytest.raises(RuntimeError, match="a bug of ours"):
         main(["train"])
 

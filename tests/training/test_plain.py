@@ -56,7 +56,7 @@ def test_own_recipes_are_made_where_they_are_allowed():
     [
         "os:system",
         "subprocess:Popen",
-        "fedquilt.cli:train",
+        "fedquilt.cli.train:train",
         "fedquilt.training.sgd:batches",
         "fedquilt.training.sgd:SGD.run",
         "fedquilt.training.sgd:Optimiser",

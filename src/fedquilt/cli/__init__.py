@@ -1,0 +1,61 @@
+"""The command line: parses, calls the library, prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from fedquilt import __version__
+from fedquilt.cli import cost, customize, evaluate, report, train, up
+from fedquilt.errors import FedquiltError
+
+UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy which typer has
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command and exits: 0, 2 on bad input, 130 when stopped."""
+    sys.exit(_status(arguments))
+
+
+def _status(arguments: Sequence[str] | None) -> int:
+    try:
+        result = app(args=arguments, prog_name="fedquilt", standalone_mode=False)
+    except FedquiltError as problem:
+        return _refused(str(problem))
+    except UsageError as problem:
+        context = getattr(problem, "ctx", None)
+        more = f" See '{context.command_path} --help'." if context else ""
+        return _refused(problem.format_message() + more)
+    return result if isinstance(result, int) else 0
+
+
+def _refused(sentence: str) -> int:
+    print("fedquilt:", " ".join(sentence.split()), file=sys.stderr)
+    return 2
+
+
+@app.callback(invoke_without_command=True, epilog="Start with: fedquilt train")
+def about(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """One federated model, cut to fit every device."""
+    if version:
+        print(f"fedquilt {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+for module, command in (
+    (train, train.train),
+    (evaluate, evaluate.evaluate),
+    (report, report.report),
+    (cost, cost.cost),
+    (customize, customize.customize),
+    (up, up.up),
+):
+    app.command(epilog=f"Example: {module.EXAMPLE}")(command)

@@ -1,0 +1,5 @@
+"""``python -m fedquilt.cli``."""
+
+from fedquilt.cli import main
+
+main()

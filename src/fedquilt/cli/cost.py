@@ -1,0 +1,172 @@
+"""``fedquilt cost``: what a model costs before anyone trains it."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import asdict
+from functools import partial, reduce
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+
+from fedquilt.cli.console import console_for, print_json
+from fedquilt.cli.options import (
+    AsJson,
+    MacsLimit,
+    MemoryLimit,
+    ParamsLimit,
+    Settings,
+    UploadLimit,
+    assignments,
+    given,
+    widths_in,
+)
+from fedquilt.config import (
+    Config,
+    checked,
+    example_of,
+    fitted,
+    method_of,
+    model_of,
+    override,
+    source_of,
+    structure_of,
+)
+from fedquilt.errors import ConfigError
+from fedquilt.federation.state import Setup
+from fedquilt.report import tables
+from fedquilt.structure.budget import Budget, fit
+from fedquilt.structure.cost import cost as cost_of
+from fedquilt.structure.subnet import Subnet
+
+
+class Input(NamedTuple):
+    """What goes into a net: images, or texts of so many tokens."""
+
+    sizes: tuple[int, ...]
+    classes: int = 10
+    tokens: int | None = None
+
+
+INPUTS = {  # what the papers feed these nets
+    "heterofl-cnn": Input((1, 28, 28)),
+    "mlp": Input((1, 28, 28)),
+    "digits-cnn": Input((3, 28, 28)),
+    "alexnet-bn": Input((3, 256, 256)),
+    "wideresnet101-2": Input((3, 224, 224)),
+    "vit-b16": Input((3, 224, 224)),
+    "char-lstm": Input((80,), 80, 80),
+    "sentiment-lstm": Input((25,), 2, 10_000),
+    "heterofl-transformer": Input((64,), 33_278, 33_278),
+}
+COLOUR_IMAGES = Input((3, 32, 32))  # and all others
+
+
+EXAMPLE = "fedquilt cost --model heterofl-cnn --width 1,0.5,0.25"
+
+
+def cost(
+    model: Annotated[str, typer.Option(help="A known model or file.py:function.")],
+    width: Annotated[
+        list[str] | None, typer.Option(help="Sizes, such as 0.5 or 1,0.5. Repeatable; default 1.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="The data that the model is for.")] = None,
+    shape: Annotated[
+        str | None, typer.Option("--input", help="Or the shape of one input: 1,28,28.")
+    ] = None,
+    classes: Annotated[
+        int | None, typer.Option(min=1, help="And the number of classes; 10 for images.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="And how many tokens there are, if it is a text.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="The sizes of this method, such as nefl; with --set method.…")
+    ] = None,
+    depth: Annotated[
+        float, typer.Option(help="The share of the blocks of each stage that is kept.")
+    ] = 1.0,
+    settings: Settings = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples in a training step.")] = 10,
+    params: ParamsLimit = None,
+    macs: MacsLimit = None,
+    memory: MemoryLimit = None,
+    upload: UploadLimit = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a model costs at some sizes, or which size fits within limits."""
+    sizes = widths_in(width or ["1"])
+    limits = given({"params": params, "macs": macs, "memory": memory, "upload": upload})
+    if limits and len(sizes) > 1:
+        raise ConfigError("limits find the width, so give at most one --width with them")
+    named = {} if method is None else {"method.name": method}
+    config = checked(override({}, {"model.name": model, **named, **assignments(settings)}))
+    config, example = _inputs(config, data, shape, classes, tokens)
+    net = model_of(config)
+    structure = structure_of(config, net, example)
+    rows: list[dict[str, float]] = []
+    if method is not None:
+        if width or limits or depth != 1:
+            raise ConfigError("a method has its own sizes; leave out --width, --depth and limits")
+        rows = _sizes_of(config, Setup(net, structure, example, (), 1, config.seed), batch_size)
+    else:
+        if limits:
+            budget = Budget(sizes[0], **limits)
+            sizes = (fit(net, structure, budget, example, batch_size=batch_size)[0],)
+        for size in sizes:
+            subnet = structure.subnet(size, depth=depth)
+            price = cost_of(net, structure, subnet, example, batch_size=batch_size)
+            rows.append({"width": size, **asdict(price)})
+    if as_json:
+        print_json(rows[0] if len(rows) == 1 else {"model": model, "sizes": rows})
+    else:
+        console_for().print(tables.sizes(rows))
+
+
+def _inputs(
+    config: Config, data: str | None, shape: str | None, classes: int | None, tokens: int | None
+) -> tuple[Config, torch.Tensor]:
+    """Settings fitted to an input, and the input: of the data, of a shape, or the model's own."""
+    if data is not None:
+        if (shape, classes, tokens) != (None, None, None):
+            raise ConfigError(
+                "--data says what goes in and out; leave out --input, --classes and --tokens"
+            )
+        source = source_of(checked({"data": {"source": data}}))
+        example = example_of(source)
+        return fitted(config, source.shape, source.num_classes, source.num_tokens), example
+    if shape is None and ":" in config.model.name:
+        raise ConfigError(
+            "for a model of your own say what goes in: --input 3,32,32 for images, "
+            "--input 80 --tokens 90 for texts, or --data"
+        )
+    usual = INPUTS.get(config.model.name, COLOUR_IMAGES)
+    tokens = usual.tokens if tokens is None else tokens
+    kind = torch.float32 if tokens is None else torch.int64
+    try:
+        sizes = tuple(int(n) for n in shape.split(",")) if shape else usual.sizes
+        example = torch.zeros(1, *sizes, dtype=kind)
+    except (ValueError, RuntimeError):
+        raise ConfigError(f"--input takes sizes like 1,28,28, got '{shape}'") from None
+    return fitted(config, sizes, classes or usual.classes, tokens), example
+
+
+def _sizes_of(config: Config, setup: Setup, batch_size: int) -> list[dict[str, float]]:
+    """What each size of a method costs, and its share of the whole model's parameters."""
+    method = method_of(config)
+    setup = method.prepared(setup)
+    price = partial(cost_of, setup.model, setup.structure, batch_size=batch_size)
+    whole = price(Subnet(), setup.example).params
+    rows: list[dict[str, float]] = []
+    state = method.start(setup)
+    for size in method.sizes(setup):
+        parts = [price(subnet, setup.example) for subnet in method.mix(setup, state, size)]
+        total = reduce(operator.add, parts)
+        rows.append({"width": size, "share": total.params / whole, **asdict(total)})
+    if not rows:
+        raise ConfigError(
+            f"the sizes of {config.method.name} follow the budgets of clients, and there are none "
+            "here; name them with --set method.widths=[1.0,0.5]"
+        )
+    return rows

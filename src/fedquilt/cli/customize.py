@@ -1,0 +1,160 @@
+"""``fedquilt customize``: a model of the size that is needed, as a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedquilt.cli.console import console_for, print_json, say
+from fedquilt.cli.options import (
+    AsJson,
+    MacsLimit,
+    MemoryLimit,
+    ParamsLimit,
+    RunFolder,
+    UploadLimit,
+    given,
+)
+from fedquilt.customize.export import export
+from fedquilt.customize.mixture import Mixture
+from fedquilt.errors import ConfigError
+from fedquilt.evaluation.accuracy import cost_of as price_of
+from fedquilt.report import tables
+from fedquilt.runs.configured import opened
+from fedquilt.runs.run import Run
+from fedquilt.structure.budget import Budget
+from fedquilt.training.dualnorm import checked_robustness
+
+EXAMPLE = "fedquilt customize runs/digits-splitmix-1 --width 0.5 --robustness 0.3 --out small.onnx"
+
+
+def customize(
+    folder: RunFolder,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The file: .onnx, .pt2 or .safetensors.")
+    ],
+    width: Annotated[float, typer.Option(help="The fraction of all channels.")] = 1.0,
+    robustness: Annotated[
+        float | None, typer.Option(help="From 0 (accurate, the default) to 1 (robust).")
+    ] = None,
+    family: Annotated[
+        bool,
+        typer.Option(
+            "--family",
+            help="All points up to the width in one .onnx or .pt2: the robustness is an input, "
+            "and the output has a row for each width.",
+        ),
+    ] = False,
+    client: Annotated[
+        int | None,
+        typer.Option(help="The net that this client chose for itself, with what it keeps (apfl)."),
+    ] = None,
+    params: ParamsLimit = None,
+    macs: MacsLimit = None,
+    memory: MemoryLimit = None,
+    upload: UploadLimit = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take a model of the size you need out of a finished run.
+
+    The file is read again and compared with the model before success is reported.
+    """
+    limits = given({"params": params, "macs": macs, "memory": memory, "upload": upload})
+    Budget(width, **limits)  # refused before the run is read
+    if robustness is not None:
+        checked_robustness(robustness)
+        if family:
+            raise ConfigError("a family takes the robustness as an input; leave out --robustness")
+    if client is not None and (width < 1 or limits or family or robustness is not None):
+        raise ConfigError("the net of a client has the size that it chose; give --client alone")
+    run = opened(folder)
+    small = run.customize(width, robustness, client=client, **limits)
+    facts = _facts(run, small, client=client, is_family=family)
+    kept = {**facts, "config": run.about["config"]}
+    written = export(small, out, about=kept, family=family)
+    facts = {"path": str(written), "bytes": written.stat().st_size, "checked": True, **facts}
+    if as_json:
+        print_json(facts)
+    else:
+        _describe(run, facts)
+
+
+def _facts(run: Run, small: nn.Module, *, client: int | None, is_family: bool) -> dict[str, Any]:
+    """What a user of a small model must know."""
+    setup, about = run.setup, run.about
+    width = float(small.fedquilt_width)  # type: ignore[arg-type]
+    is_own = client is not None
+    mix = run.method.mix(setup, run.state, width)
+    if client is not None:
+        mix = (run.state.chosen[client],)
+    price = price_of(setup, mix, memory=False)
+    is_mixed = isinstance(small, Mixture)
+    return {
+        "width": width,
+        "client": client,
+        "robustness": None if is_family else small.fedquilt_robustness,
+        "family": _family_facts(small, width) if is_family else None,
+        "params": price.params,
+        "macs": price.macs,
+        "seed": run.seed,
+        "input": {"shapes": [x["shape"] for x in about["example"]], "scale": about.get("scale")},
+        "needs_batches": _needs_batches(small),
+        "is_trained_size": is_own or width in about["sizes"],
+        "statistics_of": mix[0].owner if mix[0].own and not is_mixed and not is_own else None,
+    }
+
+
+def _family_facts(small: nn.Module, width: float) -> dict[str, Any]:
+    """What the inputs and the rows of the output of a family mean."""
+    return {
+        "has_robustness": small.fedquilt_robustness is not None,
+        "widths": list(small.widths) if isinstance(small, Mixture) else [width],
+    }
+
+
+def _needs_batches(model: nn.Module) -> bool:
+    """Whether normalisation takes the statistics of each batch, since it has no others."""
+    return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in model.modules())
+
+
+def _describe(run: Run, facts: Mapping[str, Any]) -> None:
+    size = f"{facts['params']:,} parameters, {tables.prefixed(facts['bytes'], 'B')}"
+    is_own = facts["client"] is not None
+    point = f"the net of client {facts['client']}" if is_own else f"width {facts['width']:g}"
+    if facts["robustness"] is not None:
+        point += f", robustness {facts['robustness']:g}"
+    if facts["family"] is not None:
+        point = _meaning_of_rows(facts["family"])
+    lines = [
+        f"wrote {facts['path']}: {point}, {size}",
+        "read back and compared: it gives the model's outputs",
+    ]
+    if not facts["is_trained_size"]:
+        lines.append(_warning(facts, run.about["sizes"]))
+    if scale := facts["input"]["scale"]:
+        lines.append(f"feed it images / 255, less {scale['mean']}, over {scale['std']} per channel")
+    if facts["needs_batches"]:
+        lines.append("feed it batches: it normalises each by itself, so not single examples")
+    say(console_for(), *lines)
+
+
+def _meaning_of_rows(family: Mapping[str, Any]) -> str:
+    widths = ", ".join(f"{width:g}" for width in family["widths"])
+    dial = "; its input 'robustness' is from 0 to 1" if family["has_robustness"] else ""
+    return f"widths {widths} as rows of the output{dial}"
+
+
+def _warning(facts: Mapping[str, Any], trained: Sequence[float]) -> str:
+    """What a size that no client trained is made of, and the trained one to take instead."""
+    whose = facts["statistics_of"]
+    borrowed = f" and it has the normalisation statistics of width {whose}" if whose else ""
+    narrower = max((size for size in trained if size < facts["width"]), default=min(trained))
+    return (
+        f"beware: no client trained width {facts['width']:g}{borrowed}; "
+        f"the nearest size that was trained and fits is --width {narrower:g}"
+    )

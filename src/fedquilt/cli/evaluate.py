@@ -1,0 +1,91 @@
+"""``fedquilt evaluate``: the accuracy of a finished run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from fractions import Fraction
+from typing import Annotated, Any
+
+import typer
+
+from fedquilt.cli.options import AsJson, RunFolder, Workers, given, widths_in
+from fedquilt.cli.scores import document, rows_of, show_scores
+from fedquilt.config import checked, override, population_of, source_of
+from fedquilt.errors import ConfigError
+from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.runs.configured import as_trained, config_of, opened
+from fedquilt.runs.run import Run
+from fedquilt.training.attack import PGD
+from fedquilt.training.dualnorm import checked_robustness
+
+EXAMPLE = "fedquilt evaluate runs/digits-splitmix-1 --widths 1,0.5 --robustness 0,0.5,1 --attack"
+
+
+def evaluate(
+    folder: RunFolder,
+    widths: Annotated[
+        str | None, typer.Option(help="Sizes, such as 1,0.5; default those that were trained.")
+    ] = None,
+    robustness: Annotated[
+        str | None,
+        typer.Option(help="Points of the dial from 0 (accurate) to 1 (robust), such as 0,0.5,1."),
+    ] = None,
+    attack: Annotated[
+        bool, typer.Option("--attack", help="Also on attacked inputs (PGD that knows the model).")
+    ] = False,
+    epsilon: Annotated[
+        str | None, typer.Option(help="The most that an attack changes a pixel; default 8/255.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the attack; default 7.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Other data than the run's: a set, .npz or folder.")
+    ] = None,
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the accuracy of a finished run at every size, and every robustness asked for."""
+    sizes = None if widths is None else widths_in([widths])
+    dials = () if robustness is None else _dials(robustness)
+    attacker = _attacker(given({"epsilon": epsilon, "steps": steps}), wanted=attack)
+    run = opened(folder)
+    config = config_of(run.about)
+    source = source_of(checked(override(config.model_dump(), given({"data.source": data}))))
+    population = population_of(config, as_trained(run, source))
+    scores = run.evaluate(
+        population, widths=sizes, robustness=dials, attack=attacker, workers=workers
+    )
+    if attacker is not None and data is None:
+        _remember_evaluation(run, scores)
+    show_scores(run, scores, as_json=as_json)
+
+
+def _dials(text: str) -> tuple[float, ...]:
+    """Robustnesses from a text such as ``0,0.5,1``."""
+    try:
+        return tuple(checked_robustness(float(word)) for word in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--robustness takes numbers like 0,0.5,1, got '{text}'") from None
+
+
+def _attacker(settings: dict[str, Any], *, wanted: bool) -> PGD | None:
+    """The attack that was asked for; its epsilon may be written 8/255."""
+    if settings and not wanted:
+        raise ConfigError(f"--{next(iter(settings))} is of an attack; add --attack")
+    if "epsilon" in settings:
+        try:
+            settings["epsilon"] = float(Fraction(settings["epsilon"]))
+        except (ValueError, ZeroDivisionError):
+            raise ConfigError(
+                f"--epsilon takes a number like 8/255 or 0.03, got '{settings['epsilon']}'"
+            ) from None
+    return PGD(**settings) if wanted else None
+
+
+def _remember_evaluation(run: Run, scores: Sequence[SizeScore]) -> None:
+    """For a report later; a run that cannot be written to is evaluated all the same."""
+    assert run.folder is not None
+    with suppress(OSError):
+        text = json.dumps(document(run, rows_of(run, scores)), indent=1)
+        (run.folder / "evaluation.json").write_text(text)

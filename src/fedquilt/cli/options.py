@@ -1,0 +1,56 @@
+"""What several commands take, and what was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedquilt.config import read_value
+from fedquilt.errors import ConfigError
+from fedquilt.structure.budget import Budget
+
+RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a finished run.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Workers = Annotated[
+    int | None, typer.Option(help="Worker processes; 0: this process; default one per core.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="Any setting, such as optimiser.epochs=5. Repeatable."
+    ),
+]
+ParamsLimit = Annotated[int | None, typer.Option("--params", help="At most so many parameters.")]
+MacsLimit = Annotated[int | None, typer.Option("--macs", help="At most so many MACs an example.")]
+MemoryLimit = Annotated[
+    int | None, typer.Option("--memory", help="At most so many bytes while training.")
+]
+UploadLimit = Annotated[int | None, typer.Option("--upload", help="At most so many bytes to send.")]
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were not left out."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def assignments(texts: Sequence[str] | None) -> dict[str, Any]:
+    """What ``--set`` was given: dotted names and TOML values."""
+    changes = {}
+    for text in texts or ():
+        name, sign, value = text.partition("=")
+        if not sign or not name:
+            raise ConfigError(f"--set takes NAME=VALUE, such as optimiser.epochs=5, got '{text}'")
+        changes[name.strip()] = read_value(value.strip())
+    return changes
+
+
+def widths_in(texts: Sequence[str]) -> tuple[float, ...]:
+    """Widths from texts such as ``1,0.5``."""
+    words = [word for text in texts for word in text.split(",")]
+    try:
+        return tuple(Budget(float(word)).width for word in words)
+    except ValueError:
+        raise ConfigError(f"widths are numbers like 1,0.5,0.25, got '{','.join(words)}'") from None

@@ -1,0 +1,62 @@
+"""``fedquilt report``: one page about finished runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedquilt.cli.console import console_for, print_json, say
+from fedquilt.cli.options import AsJson, Workers
+from fedquilt.config import population_of, source_of
+from fedquilt.evaluation.targets import checked_target
+from fedquilt.report.page import write as write_report
+from fedquilt.report.stories import compared, told
+from fedquilt.runs.configured import as_trained, config_of, opened
+
+EXAMPLE = "fedquilt report runs/fedavg runs/adds --target 0.4 --target 0.5 --out report"
+
+
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of finished runs.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write.")] = Path("report"),
+    clients: Annotated[
+        bool, typer.Option(help="Also client by client, which needs the runs' data.")
+    ] = True,
+    target: Annotated[
+        list[float] | None,
+        typer.Option(help="An accuracy, such as 0.4: the rounds to reach it. Repeatable."),
+    ] = None,
+    workers: Workers = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one page about runs: tables, pictures, and the data behind them.
+
+    Accuracy against width, parameters, MACs, time, bytes and rounds; robust against standard
+    accuracy, if `evaluate --attack` has measured it; clients' work and accuracy; what each domain
+    trained; what clients' nets cost, in the mean and by budget; steps and weights of blocks.
+
+    Where clients choose their nets: what these keep of every layer, client by client and in the
+    mean; parameters and MACs by layer; compression against the divergence of labels.
+
+    If the runs were trained with --test-locally: accuracy of clients' own models by round, and how
+    it is distributed. With --target: rounds to an accuracy, and how many times as fast as the first
+    run.
+    """
+    targets = [checked_target(accuracy) for accuracy in target or ()]
+    stories = []
+    for folder in folders:
+        run = opened(folder)
+        people = None
+        if clients:
+            config = config_of(run.about)
+            people = population_of(config, as_trained(run, source_of(config)))
+        stories.append(told(folder.name, run, people, workers=workers))
+    page = write_report(out, compared(stories, targets))
+    if as_json:
+        print_json({"page": str(page), "data": str(page.parent / "report.json")})
+    else:
+        say(console_for(), f"wrote {page}")
