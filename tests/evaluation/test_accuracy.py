@@ -102,6 +102,26 @@ def test_user_accuracy_counts_every_client_once_and_allows_every_class(setup, da
         assert (score.robustness, score.robust_accuracy) == (None, None)
 
 
+def test_user_accuracy_in_each_domain_is_the_mean_over_its_clients(setup, data, engine):
+    def found(*groups):
+        clients = tuple(replace(c, group=g) for c, g in zip(setup.clients, groups, strict=True))
+        return evaluate(
+            replace(setup, clients=clients), fq.HeteroFL(), state_of(setup), engine,
+            held_out=True, testers=(0, 1, 2), widths=(1.0, 0.5),
+        )  # fmt: skip
+
+    for score in found("sea", "land", "sea"):
+        shares = []
+        for client in range(3):
+            own = data["test"][client]
+            right = logits(setup, score.width, own).argmax(1) == own.labels
+            shares.append(right.double().mean().item())
+        expected = {"sea": (shares[0] + shares[2]) / 2, "land": shares[1]}
+        assert score.group_accuracy == pytest.approx(expected)
+    for groups in (("sea", "sea", "sea"), ("a", "b", "c")):  # nothing to compare, or clients
+        assert all(score.group_accuracy is None for score in found(*groups))
+
+
 def test_each_clients_accuracy_is_that_of_the_largest_net(setup, data, engine):
     found = accuracy_by_client(
         setup, fq.HeteroFL(widths=(0.5, 1.0)), state_of(setup), engine, (0, 2)

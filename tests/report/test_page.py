@@ -391,3 +391,11 @@ def test_own_models_and_sampled_nets_are_drawn_and_their_data_beside(tmp_path):
     assert found["correlation"] == -0.98
     assert found["local"] == {"0": 0.5, "1": 1.0, "2": 0.75}
     assert [test["accuracy"] for test in found["local_tests"]] == [0.5, 0.75]
+
+
+def test_a_page_tells_accuracy_in_each_domain(tmp_path):
+    told = [replace(s, group_accuracy={"sea <1>": s.width, "land": 0.125}) for s in SCORES]
+    page = write(tmp_path / "with", [replace(story("x"), scores=told)]).read_text()
+    assert "<td>sea &lt;1&gt;</td><td>100.0%</td><td>50.0%</td>" in page
+    assert "<td>land</td><td>12.5%</td><td>12.5%</td>" in page
+    assert "each domain" not in write(tmp_path / "without", [story("x")]).read_text()

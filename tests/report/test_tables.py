@@ -50,6 +50,18 @@ def test_user_accuracy_is_shown_only_where_it_says_something_else():
     assert "user" in shown([{**ROW, "user_accuracy": 0.75}])
 
 
+def test_domains_have_a_line_each_and_sizes_a_column():
+    rows = [
+        {**ROW, "width": w, "robustness": r, "group_accuracy": {"sea": w, "land": 0.9 - r}}
+        for r in (0.0, 1.0)
+        for w in (1.0, 0.25)
+    ]
+    head, lines = tables.by_domain(rows)
+    assert head == ["width", "1", "0.25"]
+    assert lines == [["sea", "100.0%", "25.0%"], ["land", "90.0%", "90.0%"]]
+    assert tables.by_domain([{**ROW, "group_accuracy": None}, ROW])[1] == []
+
+
 def test_perplexity_is_shown_where_there_is_one():
     assert "perplexity" not in shown([{**ROW, "perplexity": None}])
     text = shown([{**ROW, "perplexity": 1234.56}, {**ROW, "perplexity": None}])

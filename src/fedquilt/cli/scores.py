@@ -23,6 +23,9 @@ def show_scores(run: Run, scores: Sequence[SizeScore], *, as_json: bool) -> None
     elif rows:
         console = console_for()
         console.print(tables.sizes(rows))
+        if any(row["group_accuracy"] for row in rows):
+            say(console, "User accuracy in each domain:")
+            console.print(tables.domains(rows))
         worst, mean = tables.percent(found["worst"]), tables.percent(found["mean"])
         say(console, f"worst {worst}, mean {mean}, seed {run.seed}")
 

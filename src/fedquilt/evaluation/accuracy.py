@@ -3,7 +3,8 @@
 "Global" is the model on all held-out data. "Local" restricts each client's answers to the classes
 it has, on its own test data, averaged over examples (HeteroFL, Sec. 4). "User" accuracy is each
 client's on its own test data, all classes allowed, averaged over clients (Split-Mix, Sec. 5); so is
-robust accuracy, on attacked inputs. For methods with personal models all are means over
+robust accuracy, on attacked inputs; and where clients come from a few domains, user accuracy is
+also told for each of these. For methods with personal models all are means over
 clients of what each one's own model gets. "Personal" accuracy is the user accuracy of nets that
 clients chose each for itself, whatever the size of the global one (APFL, Sec. 5.2: user accuracy
 is "Glo", personal accuracy "Loc"), or that each keeps as its own (pFedMe).
@@ -20,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedquilt.engines.engine import Engine
@@ -54,6 +55,7 @@ class SizeScore:
     robust_accuracy: float | None = None  # mean over clients; None without an attack
     personal_accuracy: float | None = None  # of clients' own nets; None if they have none
     perplexity: float | None = None  # exp(loss) where examples have several targets
+    group_accuracy: Mapping[str, float] | None = None  # user accuracy in each domain
 
 
 def evaluate(
@@ -95,10 +97,12 @@ def evaluate(
     points = [(r, w, m) for r in robustness or (None,) for w, m in zip(sizes, mixes, strict=True)]
     personal = _mean_over_clients(answered, "hits", len(mixes)) if not robustness else None
     everywhere = answered if by_clients and held_out else on_shared
+    domains = _domains(setup.clients, answered)
     return [
         replace(
             _score(i, width, dial, cost_of(setup, mix, memory=False), everywhere, answered),
             personal_accuracy=personal,
+            group_accuracy=_by_domain(domains, i),
         )
         for i, (dial, width, mix) in enumerate(points)
     ]
@@ -196,6 +200,21 @@ def _perplexity(results: Iterable[Update | Failure], loss: float | None) -> floa
     if loss is None or loss > MOST_LOSS or not any("sequences" in a.metrics for a in listed):
         return None
     return math.exp(loss)
+
+
+def _domains(clients: Sequence[Client], answered: Sequence[Update]) -> dict[str, list[Update]]:
+    """The answers of each group of clients; none where there is one group, or a client in each."""
+    group = {client.id: client.group for client in clients}
+    names = dict.fromkeys(group.values())
+    if not 1 < len(names) < len(group):
+        return {}
+    found = {name: [a for a in answered if group[a.client] == name] for name in names}
+    return {name: answers for name, answers in found.items() if answers}
+
+
+def _by_domain(domains: Mapping[str, Sequence[Update]], point: int) -> dict[str, float] | None:
+    means = {name: _mean_over_clients(a, "hits", point) for name, a in domains.items()}
+    return {name: mean for name, mean in means.items() if mean is not None} or None
 
 
 def _mean_over_clients(answered: Sequence[Update], kind: str, point: int) -> float | None:

@@ -25,7 +25,7 @@ from fedquilt.evaluation.clients import ClientScore
 from fedquilt.evaluation.targets import Reached
 from fedquilt.report import figures
 from fedquilt.report.records import LocalTest, Milestone, accuracy_of, global_accuracy
-from fedquilt.report.tables import COLUMNS, percent, prefixed
+from fedquilt.report.tables import COLUMNS, by_domain, percent, prefixed
 
 STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:64em;margin:2em auto;padding:0 1em}"
@@ -117,7 +117,7 @@ def _page(stories: Sequence[Story], pictures: Sequence[tuple[figures.Figure, Pat
     for story in stories:
         facts = ", ".join(f"{k} {v}" for k, v in story.about.items())
         parts += [f"<h2>{html.escape(story.name)}</h2><p>{html.escape(facts)}</p>", _table(story)]
-        parts.append(_summary(story))
+        parts += [_summary(story), _domains(story)]
     parts += [_means(stories), _targets(stories)]
     for figure, path in pictures:
         image, title = base64.b64encode(path.read_bytes()).decode(), html.escape(figure.title)
@@ -140,6 +140,11 @@ def _table(story: Story) -> str:
     names = [n for n in COLUMNS if any(row.get(n) is not None for row in rows)]
     head = [COLUMNS[name][0] for name in names]
     return _tabled(head, [[COLUMNS[name][1](row[name]) for name in names] for row in rows])
+
+
+def _domains(story: Story) -> str:
+    head, rows = by_domain([asdict(score) for score in story.scores])
+    return "<p>User accuracy in each domain:</p>" + _tabled(head, rows) if rows else ""
 
 
 def _means(stories: Sequence[Story]) -> str:

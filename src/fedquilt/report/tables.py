@@ -68,9 +68,31 @@ def sizes(rows: Sequence[Row]) -> Table:
     if "personal_accuracy" in names:
         hidden.add("local_accuracy")
     names = [name for name in names if name not in hidden]
+    head = [COLUMNS[name][0] for name in names]
+    return _tabled(head, [[COLUMNS[name][1](row[name]) for name in names] for row in rows])
+
+
+def domains(rows: Sequence[Row]) -> Table:
+    """User accuracy in each domain, one column per size."""
+    return _tabled(*by_domain(rows))
+
+
+def by_domain(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """The head and the lines of a table of user accuracy in each domain; no lines: not known.
+
+    Where there is a robustness dial this is at its first point alone.
+    """
+    shown = [row for row in rows if row.get("group_accuracy")]
+    shown = [row for row in shown if row.get("robustness") == shown[0].get("robustness")]
+    names = dict.fromkeys(name for row in shown for name in row["group_accuracy"])
+    head = ["width", *(f"{row['width']:g}" for row in shown)]
+    return head, [[n, *(percent(row["group_accuracy"].get(n)) for row in shown)] for n in names]
+
+
+def _tabled(head: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE)
-    for name in names:
-        table.add_column(COLUMNS[name][0], justify="right", no_wrap=True, vertical="bottom")
-    for row in rows:
-        table.add_row(*(COLUMNS[name][1](row[name]) for name in names))
+    for word in head:
+        table.add_column(word, justify="right", no_wrap=True, vertical="bottom")
+    for line in lines:
+        table.add_row(*line)
     return table
