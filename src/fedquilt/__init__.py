@@ -42,8 +42,7 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.training.attack import PGD
 from fedquilt.training.descent import Optimiser
 from fedquilt.training.sgd import SGD
-
-__version__ = "0.1.0"
+from fedquilt.version import __version__
 
 __all__ = [
     "ADDS",
@@ -81,6 +80,7 @@ __all__ = [
     "Subnet",
     "Task",
     "Update",
+    "__version__",
     "average",
     "build",
     "clients",

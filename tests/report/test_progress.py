@@ -8,7 +8,14 @@ from rich.console import Console
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.federation.client import Failure
 from fedquilt.report.progress import Seen, Watch, picture, sentence
-from fedquilt.runs.loop import ClientDone, ClientProgress, Evaluated, RoundDone, RoundStarted
+from fedquilt.runs.loop import (
+    ClientDone,
+    ClientProgress,
+    Evaluated,
+    Moved,
+    RoundDone,
+    RoundStarted,
+)
 
 SCORES = (
     SizeScore(1.0, 100, 1000, 0.9, 0.95, 0.3, 50),
@@ -42,6 +49,21 @@ def test_plain_lines_are_one_per_round_evaluation_and_failure():
         "round 1/10: loss 0.5000, 1 clients, 1 failed, 1.5 s",
         "round 1/10: accuracy 90.0% at 1, 80.0% at 0.5",
     ]
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_a_run_that_moved_is_told_of_on_every_console(is_live):
+    class File(io.StringIO):
+        def isatty(self):
+            return is_live
+
+    file = File()
+    console = Console(file=file, force_terminal=is_live, force_interactive=is_live, width=400)
+    with Watch(console, num_rounds=10) as watch:
+        watch(Moved(3, "torch 2.6 -> 2.7"))
+    assert "after round 3, but not where it was (torch 2.6 -> 2.7): its last bits" in (
+        file.getvalue()
+    )
 
 
 def test_a_client_that_names_itself_is_named_once():

@@ -111,6 +111,7 @@ def test_own_models_are_told_round_by_round_and_client_by_client(tmp_path, peopl
     assert sum(story.local.values()) / 3 == pytest.approx(story.local_tests[-1].accuracy)
     assert story.local_tests[-1].accuracy == pytest.approx(run.scores[0].user_accuracy)
     assert (story.rates, story.layers, story.compressions) == ([], [], ())
+    assert f"torch {torch.__version__}" in story.about["made with"]
 
 
 def progress(*accuracies: float, phase: str = "train", first: int = 1) -> list[Milestone]:

@@ -21,6 +21,7 @@ from fedquilt.runs.loop import (
     ClientProgress,
     Evaluated,
     Event,
+    Moved,
     RoundDone,
     RoundLost,
     RoundStarted,
@@ -69,7 +70,7 @@ class Seen:
                 self.local = event.local_accuracy
             case Evaluated():
                 self.evaluated = event
-            case Saved():
+            case Saved() | Moved():
                 pass
 
     @property
@@ -130,7 +131,7 @@ class Watch:
         """Shows what an event changes."""
         self._seen.note(event)
         line = sentence(event, self._seen.total)
-        if line and (self._live is None or isinstance(event, ClientDone)):
+        if line and (self._live is None or isinstance(event, ClientDone | Moved)):
             self._print(line)
         if self._live is not None:
             self._draw(self._live, is_due=not isinstance(event, ClientDone | ClientProgress))
@@ -187,6 +188,11 @@ def sentence(event: Event, total: int) -> str:
             return f"round {event.round}/{total}: {found}; it is done again"
         case Evaluated():
             return f"round {event.round}/{total}: accuracy {_accuracies(event.scores)}"
+        case Moved():
+            return (
+                f"the run goes on after round {event.round}, but not where it was "
+                f"({event.change}): its last bits may differ from those of one that stayed"
+            )
     return ""
 
 

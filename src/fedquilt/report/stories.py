@@ -44,6 +44,8 @@ def told(
     """The story of a finished run; with its population, client by client too."""
     assert run.folder is not None
     about = {"method": run.about["method"], "rounds": run.setup.rounds, "seed": run.seed}
+    origins = [" ".join(f"{k} {v}" for k, v in o.items()) for o in run.about.get("origins", ())]
+    about |= {"made with": ", then ".join(origins)} if origins else {}
     scores = _evaluated(run.folder) or final_scores(run.folder)
     chosen = run.state.chosen
     budgets = {c.id: c.budget for c in population.clients} if population is not None else {}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedquilt.errors import CheckpointError
 from fedquilt.federation.state import State
+from fedquilt.runs.origin import Origin
 from fedquilt.structure.subnet import Subnet
 
 FORMAT, VERSION = "fedquilt-checkpoint", 1
@@ -26,10 +27,14 @@ KEPT = 2  # checkpoints that stay
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A state, and the versions of what clients keep that belong to it."""
+    """A state, and the versions of what clients keep that belong to it.
+
+    ``origins`` are where it was computed, one after another.
+    """
 
     state: State
     kept: Mapping[int, int]
+    origins: tuple[Origin, ...] = ()
 
 
 def save(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
@@ -50,6 +55,7 @@ def save(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
             "memory": state.memory,
             "kept": {str(c): v for c, v in checkpoint.kept.items()},
             "chosen": {str(c): s.encode().decode() for c, s in state.chosen.items()},
+            "origins": checkpoint.origins,
             "sha256": digest,
         }
         if state.server:
@@ -107,7 +113,8 @@ def load(path: Path, fingerprint: str | None = None) -> Checkpoint:
     server = {} if digest is None else read_tensors(path / "server.safetensors", digest)
     chosen = {int(c): Subnet.decode(s.encode()) for c, s in about.get("chosen", {}).items()}
     state = State(about["round"], about["phase"], params, about["memory"], server, chosen)
-    return Checkpoint(state, {int(c): v for c, v in about["kept"].items()})
+    kept = {int(c): v for c, v in about["kept"].items()}
+    return Checkpoint(state, kept, tuple(about.get("origins", ())))  # older ones have none
 
 
 def kept_of(path: Path) -> dict[int, int]:

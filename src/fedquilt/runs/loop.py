@@ -21,6 +21,7 @@ from fedquilt.federation.update import accept
 from fedquilt.methods.method import Method
 from fedquilt.runs import checkpoint
 from fedquilt.runs.checkpoint import Checkpoint
+from fedquilt.runs.origin import Origin, change, origin
 from fedquilt.structure.cut import Params, shapes
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
@@ -112,7 +113,17 @@ class Saved:
     path: Path
 
 
-Event = RoundStarted | ClientProgress | ClientDone | RoundDone | RoundLost | Evaluated | Saved
+@dataclass(frozen=True)
+class Moved:
+    """The run goes on elsewhere than where it was after this round: its last bits may differ."""
+
+    round: int
+    change: str
+
+
+Event = (
+    RoundStarted | ClientProgress | ClientDone | RoundDone | RoundLost | Evaluated | Saved | Moved
+)
 Watch = Callable[[Event], None]
 
 
@@ -160,6 +171,7 @@ class Loop:
     pace: Pace = field(default_factory=Pace)
     watch: Watch = ignore
     tolerance: Tolerance = field(default_factory=Tolerance)
+    origins: tuple[Origin, ...] = field(default_factory=lambda: (origin(),), init=False)
 
     def run(self, *, resume: bool = False) -> tuple[State, tuple[SizeScore, ...]]:
         """Trains to the last round; the finished state and its scores."""
@@ -289,6 +301,7 @@ class Loop:
 
     def _save(self, done: Checkpoint) -> None:
         if self.folder is not None:
+            done = replace(done, origins=self.origins)
             path = checkpoint.save(self.folder / "checkpoints", done, self.fingerprint)
             self.watch(Saved(done.state.round, path))
 
@@ -311,7 +324,18 @@ class Loop:
         refuse_other_rounds(restored.state, self.method, self.setup)
         self.engine.restore(restored.kept)
         self._forget_old_states(restored)
+        self._note_origin(restored)
         return restored
+
+    def _note_origin(self, restored: Checkpoint) -> None:
+        """Remembers where the run has been, and says so if that is not where it is now."""
+        (here,) = self.origins
+        if not restored.origins:  # of a version that did not remember
+            return
+        self.origins = restored.origins
+        if changed := change(restored.origins[-1], here):
+            self.origins += (here,)
+            self.watch(Moved(restored.state.round, changed))
 
     def _record(self, event: RoundDone | Evaluated) -> None:
         """Appends to the run's records; times apart, so that records of equal runs are equal."""

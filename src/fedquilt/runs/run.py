@@ -316,6 +316,7 @@ def train(
         kept = {str(c): v for c, v in running.kept().items()}
     chosen = {str(c): s.encode().decode() for c, s in state.chosen.items()}
     described = {**_description(setup, method), **(about or {}), "kept": kept, "chosen": chosen}
+    described["origins"] = [dict(found) for found in loop.origins]
     if folder is not None:
         bundle.save(folder / "model", state.params, found, described)
     return Run(setup, method, state, scores, clients, folder, described, whole)
