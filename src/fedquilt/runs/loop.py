@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -469,12 +470,26 @@ class _Ledger:
     def refuse_less_than(self, quorum: int, when: str) -> None:
         """Raises if there are fewer answers."""
         if not self.has(quorum):
-            count, first = self.num_accepted, self.failures[0]
+            count = self.num_accepted
             who = f"{count} of {quorum} clients that are needed" if count else "no client"
-            raise TrainingError(f"{who} gave a usable answer in {when}; {first}")
+            raise TrainingError(
+                f"{who} gave a usable answer in {when}; {_commonest(self.failures)}"
+            )
 
     @property
     def loss(self) -> float | None:
         """Mean training loss over examples, if it is a number."""
         mean = self._loss / self._examples if self._examples else math.nan
         return mean if math.isfinite(mean) else None
+
+
+def _commonest(failures: Sequence[Failure]) -> str:
+    """The first failure of the kind that most are of; of one kind are those that differ in numbers.
+
+    >>> _commonest([Failure(0, "tired"), Failure(1, "3 left"), Failure(2, "-0.5 left")])
+    'client 1: 3 left (2 of 3 failed like this)'
+    """
+    kinds = [re.sub(r"-?\d[\d.]*", "#", failure.reason) for failure in failures]
+    kind, count = Counter(kinds).most_common(1)[0]
+    share = f" ({count} of {len(failures)} failed like this)" if len(failures) > 1 else ""
+    return f"{failures[kinds.index(kind)]}{share}"
