@@ -79,6 +79,18 @@ def test_exporting_leaves_the_model_as_it_was(small, tmp_path, capfd):
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.parametrize("ending", ["onnx", "pt2", "safetensors"])
+def test_a_module_with_two_names_is_written_and_left_as_it_is(tmp_path, ending):
+    common = nn.Linear(4, 4)
+    net = nn.Sequential(common, nn.Tanh(), nn.Sequential(common), nn.Linear(4, 2)).eval()
+    weight = common.weight
+    export(net, tmp_path / f"net.{ending}", torch.zeros(2, 4))  # read back and compared
+    assert common.weight is weight
+    if ending == "safetensors":
+        with safe_open(tmp_path / "net.safetensors", framework="pt") as file:
+            assert set(file.keys()) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+
+
 class Fickle(nn.Module):
     """Gives another answer each time, so that no file can match it."""
 

@@ -371,6 +371,21 @@ class TiedWords(nn.Module):
         return self.decode(torch.tanh(self.hidden(self.embed(x))))
 
 
+class Shared(nn.Module):
+    """Stages that have a convolution and its normalisation in common; a layer with two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        common, mixed = (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)), nn.Linear(8, 8)
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3), *common)
+        self.second = nn.Sequential(*common, nn.ReLU())
+        self.mixed, self.again, self.out = mixed, mixed, nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.relu(self.first(x))).mean((2, 3))
+        return self.out(torch.relu(self.again(torch.relu(self.mixed(x)))))
+
+
 class Attention(nn.Module):
     """Self-attention by hand, as different people write it."""
 
@@ -647,6 +662,7 @@ EXACT = {
     "state by hand": Case(StateByHand, TOKENS),
     "packed": Case(Packed, (TOKENS, torch.tensor([6, 4]))),
     "tied words": Case(TiedWords, TOKENS),
+    "shared modules": Case(Shared),
     "one group a channel": Case(
         lambda: plain_cnn(lambda channels: nn.GroupNorm(channels, channels))
     ),

@@ -12,9 +12,9 @@ from fedquilt.errors import StructureError
 from fedquilt.structure.cut import build, cells, load, take
 from fedquilt.structure.groups import STATISTICS, Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import named_tensors
+from fedquilt.structure.trace import call_with, named_tensors
 
-from .nets import EXACT, IMAGE, TOKENS, ZOO, plain_cnn, roughened, structured
+from .nets import EXACT, IMAGE, TOKENS, ZOO, inputs_for, plain_cnn, roughened, structured
 
 names = st.text(min_size=1, max_size=12)
 channels = st.sets(st.integers(0, 300), min_size=1, max_size=40)
@@ -149,6 +149,35 @@ def test_tied_weights_stay_tied_in_the_built_module():
     small = build(model, structure, structure.subnet(0.5))
     assert small.decode.weight is small.embed.weight
     assert small.decode.weight.shape == (20, 4)
+
+
+def test_a_module_with_two_names_is_one_module_in_the_built_one():
+    model = EXACT["shared modules"].make()
+    structure = Structure.trace(model, IMAGE)
+    assert not [name for name in structure.axes if name.startswith(("second", "again"))]
+    small = build(model, structure, structure.subnet(0.5))
+    assert small.again is small.mixed
+    assert small.second[0] is small.first[1]
+    assert small.second[0].weight.shape == (4, 4, 3, 3)
+
+
+@pytest.mark.parametrize("name", ["tied words", "shared modules"])
+def test_a_call_with_other_tensors_uses_them_in_all_places_and_leaves_the_model(name):
+    torch.manual_seed(0)
+    case = EXACT[name]
+    model, other = case.make().eval(), case.make().eval()
+    inputs = inputs_for(case.example)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    before = model(*inputs)
+    assert call_with(model, named_tensors(other), inputs).equal(other(*inputs))
+    some = {next(iter(own)): next(other.parameters())}  # the rest stay the model's
+    with torch.no_grad():
+        one, first = case.make().eval(), next(iter(own))
+        one.load_state_dict(model.state_dict())
+        one.get_parameter(first).copy_(some[first])
+    assert call_with(model, some, inputs).equal(one(*inputs))
+    assert all(model.get_parameter(n) is p for n, p in own.items())
+    assert model(*inputs).equal(before)
 
 
 def test_frozen_parameters_stay_frozen_in_the_built_module(cnn, structure):

@@ -146,6 +146,21 @@ def test_nets_in_one_pass_learn_what_each_would_alone(kind, count):
     assert in_turn == pytest.approx(means, rel=1e-5)
 
 
+def test_nets_with_a_module_of_two_names_learn_in_one_pass_too():
+    def made() -> nn.Module:
+        common = nn.Linear(25, 25)
+        return nn.Sequential(
+            nn.Flatten(), common, nn.ReLU(), nn.Sequential(common), nn.Linear(25, 3)
+        )
+
+    stacked, _ = trained(nets(2, made), SETTINGS["momentum"], together=True)
+    turns, _ = trained(nets(2, made), SETTINGS["momentum"], together=False)
+    for one, other in zip(stacked, turns, strict=True):
+        assert isinstance(one[1].weight, nn.Parameter)
+        for name, tensor in one.state_dict().items():
+            torch.testing.assert_close(tensor, other.state_dict()[name], rtol=2e-4, atol=2e-5)
+
+
 def test_each_net_is_clipped_by_its_own_gradient():
     """By hand: a stack of two nets with one weight each, gradients 3 and 0.5, clipped to 1."""
     weights = torch.zeros(2, 1, requires_grad=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedquilt.customize.family import Family
 from fedquilt.customize.mixture import Mixture
 from fedquilt.errors import ConfigError, FedquiltError, unknown
-from fedquilt.structure.trace import Example, arguments, named_tensors
+from fedquilt.structure.trace import Example, arguments, call_with, named_tensors
 
 TOLERANCE = 1e-4  # of the largest output
 
@@ -129,7 +129,7 @@ def _safetensors(
     save_file(tensors, path, metadata={"fedquilt": json.dumps(about, sort_keys=True)})
     with safe_open(path, framework="pt") as file:
         values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return lambda *inputs: torch.func.functional_call(model, values, inputs)
+    return lambda *inputs: call_with(model, values, inputs)
 
 
 def _pt2(model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str, Any]) -> Answer:

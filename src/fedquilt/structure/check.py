@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.errors import StructureError
@@ -43,6 +42,7 @@ from fedquilt.structure.trace import (
     Example,
     Trace,
     arguments,
+    call_with,
     named_tensors,
     plain_kernels,
     remedy,
@@ -498,7 +498,7 @@ def _shuffled_output(
             if axis is not None and any(s.group in order for s in axis):
                 value = value.index_select(dim, _shuffled_positions(axis, order))
         shuffled[name] = value
-    return _outputs(lambda *x: functional_call(probe.model, shuffled, x), probe.inputs)
+    return _outputs(lambda *x: call_with(probe.model, shuffled, x), probe.inputs)
 
 
 def _shuffled_positions(axis: Axis, order: dict[str, list[int]]) -> Tensor:

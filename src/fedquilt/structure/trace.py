@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.errors import StructureError
@@ -59,6 +60,22 @@ class Trace:
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name; a tied tensor is listed once, under its first name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def call_with(model: nn.Module, tensors: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Any:
+    """What the model gives with other tensors than its own, which come under their first names.
+
+    A tied one is replaced in all its places, each of them once: PyTorch's ``functional_call`` left
+    to itself does so twice in a module that has two names, and cannot undo it.
+    """
+    first = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    filled = {}
+    for path, module in model.named_modules():  # each under its first name
+        how = {"recurse": False, "remove_duplicate": False}
+        for own, tensor in (*module.named_parameters(**how), *module.named_buffers(**how)):
+            if first[id(tensor)] in tensors:
+                filled[f"{path}.{own}" if path else own] = tensors[first[id(tensor)]]
+    return functional_call(model, filled, inputs, tie_weights=False)
 
 
 def arguments(example: Example) -> tuple[Any, ...]:

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state, vmap
+from torch.func import stack_module_state, vmap
 
 from fedquilt.errors import ConfigError
-from fedquilt.structure.trace import Example, arguments
+from fedquilt.structure.trace import Example, arguments, call_with
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.objectives import Objective, Plain
 
@@ -184,7 +184,7 @@ class _Together:
         return losses.detach().mean()
 
     def _call(self, weights: Any, buffers: Any, x: Tensor) -> Any:
-        return functional_call(self._modules[0], (weights, buffers), (x,))
+        return call_with(self._modules[0], {**weights, **buffers}, (x,))
 
     @torch.no_grad()
     def finish(self) -> None:
