@@ -331,10 +331,25 @@ class Two(nn.Module):
         return self.out(self.hidden(x).relu())
 
 
+class OneActivation(nn.Module):
+    """One module for the activations of all layers, as many people write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu, self.pool = nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+        self.conv1, self.conv2 = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.conv3, self.out = nn.Conv2d(4, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.conv3(self.relu(self.conv2(self.relu(self.conv1(x))))))
+        return self.out(self.pool(x).flatten(1))
+
+
 @pytest.mark.parametrize(
     ("net", "expected"),
     [
         (chain, ("3", "7", "11")),
+        (OneActivation, ("conv1", "conv2")),
         (resnet, ("blocks.1", "blocks.3", "blocks.5")),  # the ends of its stages
         (lambda: PreResNet((1, 1, 1, 2), width=0.0625), ("blocks.0", "blocks.1", "blocks.2")),
         (lambda: make("resnet18", {"width": 0.1}), ("layer1", "layer2", "layer3")),
@@ -345,6 +360,15 @@ class Two(nn.Module):
 )
 def test_exits_are_behind_stages_or_split_the_net_evenly(net, expected):
     assert natural_exits(net()) == expected
+
+
+def test_a_net_with_one_activation_for_all_layers_has_exits_that_answer():
+    net = OneActivation().eval()
+    model = MultiExit(net, natural_exits(net), torch.zeros(2, 3, 8, 8))
+    x = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    answers = model(x)
+    assert [a.shape for a in answers] == [(3, 2)] * 3
+    assert answers[-1].equal(net(x))
 
 
 def test_a_net_without_a_place_for_an_exit_is_told_so():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,13 +130,16 @@ def natural_exits(net: nn.Module) -> tuple[str, ...]:
 def _ends_of_steps(net: nn.Module) -> list[str]:
     """The last module of each step of a chain; the classifier belongs to the last step.
 
-    A step begins with a layer that has a weight matrix or kernel.
+    A step begins with a layer that has a weight matrix or kernel. Modules that are called more than
+    once, such as an activation for all steps, are no place for an exit.
     """
     chains = [n for n, m in net.named_modules() if n and type(m).forward is nn.Sequential.forward]
     calls = [n for n in _code(net, chains, training=False).nodes if n.op == "call_module"]
     begins = [i for i, node in enumerate(calls) if _has_matrix(net.get_submodule(str(node.target)))]
-    ends = [calls[i - 1] for i in begins[1:-1]] + calls[-1:]
-    return [str(node.target) for node in ends]
+    often = Counter(node.target for node in calls)
+    steps = [calls[start:end] for start, end in itertools.pairwise(begins[:-1])]
+    own = ([node for node in step if often[node.target] == 1] for step in steps)
+    return [str(node.target) for nodes in (*own, calls) for node in nodes[-1:]]
 
 
 def _has_matrix(module: nn.Module) -> bool:
