@@ -315,8 +315,8 @@ def train(
         state, scores = loop.run(resume=resume)
         kept = {str(c): v for c, v in running.kept().items()}
     chosen = {str(c): s.encode().decode() for c, s in state.chosen.items()}
-    described = {**_description(setup, method), **(about or {}), "kept": kept, "chosen": chosen}
-    described["origins"] = [dict(found) for found in loop.origins]
+    came = {"kept": kept, "chosen": chosen, "origins": [dict(origin) for origin in loop.origins]}
+    described = {**_description(setup, method), **(about or {}), **came}
     if folder is not None:
         bundle.save(folder / "model", state.params, found, described)
     return Run(setup, method, state, scores, clients, folder, described, whole)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import stack_module_state, vmap
 
 from fedquilt.errors import ConfigError
-from fedquilt.structure.trace import Example, arguments, call_with
+from fedquilt.structure.trace import Example, arguments, call_with, named_tensors
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.objectives import Objective, Plain
 
@@ -189,7 +189,7 @@ class _Together:
     @torch.no_grad()
     def finish(self) -> None:
         for number, module in enumerate(self._modules):
-            own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            own = named_tensors(module)
             for name, stack in {**self._weights, **self._buffers}.items():
                 own[name].copy_(stack[number])
 
