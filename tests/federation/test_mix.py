@@ -26,10 +26,26 @@ def test_levels_are_dealt_by_proportion_in_blocks():
     assert widths("a-b-c-d-e", 10) == [w for w in (1, 0.5, 0.25, 0.125, 0.0625) for _ in range(2)]
 
 
-def test_the_remainder_gets_the_last_level():
-    assert widths("a-b-e", 8) == [1.0] * 2 + [0.5] * 2 + [0.0625] * 4
-    assert widths("a-e", 1) == [0.0625]
-    assert widths([1, 0.5, 0.25], 2) == [0.25, 0.25]
+def test_numbers_that_do_not_divide_go_to_the_largest_remainders():
+    assert widths("a-b-e", 8) == [1.0] * 3 + [0.5] * 3 + [0.0625] * 2  # all are 8/3
+    assert widths("a1-e9", 12) == [1.0] + [0.0625] * 11  # 1.2 and 10.8
+    assert widths("a3-e4", 5) == [1.0] * 2 + [0.0625] * 3  # 2.14 and 2.86
+    assert widths("e4-a3", 5) == [0.0625] * 3 + [1.0] * 2
+
+
+def test_with_fewer_clients_than_sizes_the_largest_are_there():
+    five = (1.0, 0.5, 0.25, 0.125, 0.0625)
+    assert [widths(five, n) for n in range(1, 5)] == [list(five[:n]) for n in range(1, 5)]
+    assert widths(five[::-1], 3) == [0.25, 0.5, 1.0]
+    assert widths(five, 7) == [1.0, 1.0, 0.5, 0.5, 0.25, 0.125, 0.0625]
+    assert widths("a1-e9", 3) == [1.0, 0.0625, 0.0625]  # 0.3 and 2.7
+    assert widths("8-4-2-1", 3) == [1 / 4, 1 / 2, 1.0]
+
+
+def test_of_physical_limits_the_larger_is_the_larger_budget():
+    tiers = [{"params": 2}, {"params": 9}, {"width": 0.5}]
+    assert deal(tiers, 1) == [Budget(params=9)]
+    assert deal(tiers, 2) == [Budget(params=2), Budget(params=9)]
 
 
 def test_a_level_with_part_zero_gets_nobody():
@@ -100,20 +116,45 @@ def test_apfls_capacities_are_those_of_its_table(name, counts):
         assert deal(name, 10 * times) == expected
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(sorted(LEVELS)), st.integers(1, 9)), min_size=1, max_size=5),
-    st.integers(1, 300),
-)
-def test_every_client_gets_a_budget_and_no_level_more_than_its_share_but_the_last(shares, count):
-    text = "-".join(f"{level}{part}" for level, part in shares)
-    dealt = widths(text, count)
+SHARES = st.lists(
+    st.tuples(st.sampled_from(sorted(LEVELS)), st.integers(0, 9)), min_size=1, max_size=6
+).filter(lambda shares: any(part for _, part in shares))
+
+
+@given(SHARES, st.integers(1, 300))
+def test_every_size_gets_its_proportion_and_the_largest_somebody(shares, count):
+    # a width that is a little narrower in every share, to tell their blocks apart
+    marked = [(LEVELS[level] * (1 - i / 1000), part) for i, (level, part) in enumerate(shares)]
+    dealt = widths([{"width": width, "part": part} for width, part in marked], count)
     assert len(dealt) == count
-    total, start = sum(part for _, part in shares), 0
-    for level, part in shares[:-1]:
-        block = count * part // total
-        assert dealt[start : start + block] == [LEVELS[level]] * block
-        start += block
-    assert dealt[start:] == [LEVELS[shares[-1][0]]] * (count - start)
+    total = sum(part for _, part in marked)
+    blocks = [dealt.count(width) for width, _ in marked]
+    for block, (_, part) in zip(blocks, marked, strict=True):
+        assert abs(block - count * part / total) < 1
+        assert block == 0 or part > 0
+        assert block * total == count * part or count * part % total  # exact where they divide
+    assert dealt == [w for (w, _), n in zip(marked, blocks, strict=True) for _ in range(n)]
+    assert max(width for width, part in marked if part) in dealt
+
+
+@given(SHARES, st.integers(1, 300), st.randoms())
+def test_the_order_of_shares_is_that_of_their_blocks_and_nothing_else(shares, count, random):
+    levels = {level: part for level, part in shares if part}
+    mix = [{"width": LEVELS[level], "part": part} for level, part in levels.items()]
+    other = random.sample(mix, len(mix))
+    assert Counter(widths(mix, count)) == Counter(widths(other, count))
+
+
+@given(SHARES, st.integers(1, 300))
+def test_no_larger_remainder_goes_without(shares, count):
+    levels = {level: part for level, part in shares if part}
+    dealt = Counter(widths([{"width": LEVELS[w], "part": p} for w, p in levels.items()], count))
+    total, largest = sum(levels.values()), min(levels)  # a is the largest
+    rest = {level: count * part % total for level, part in levels.items()}
+    got = {level for level, part in levels.items() if dealt[LEVELS[level]] > count * part // total}
+    for level in got - {largest}:
+        for other in levels.keys() - got:
+            assert (rest[level], LEVELS[level]) > (rest[other], LEVELS[other])
 
 
 # Split-Mix
@@ -142,7 +183,7 @@ def test_the_published_mixes_of_divisors(mix, expected):
     assert widths(mix, 3 * len(expected)) == [w for w in expected for _ in range(3)]
 
 
-@given(st.lists(st.integers(1, 16), min_size=2, max_size=6), st.integers(1, 120))
+@given(st.lists(st.integers(1, 16), min_size=2, max_size=6), st.integers(6, 120))
 def test_a_client_gets_the_step_that_its_number_reaches(divisors, count):
     steps = sorted(1 / divisor for divisor in divisors)
     expected = [steps[math.floor(len(steps) * i / count)] for i in range(count)]

@@ -27,7 +27,12 @@ Mix = str | Sequence[float | Budget | Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Shares:
-    """Budgets and their parts: contiguous blocks in this order, the rest gets the last."""
+    """Budgets and their parts: contiguous blocks in this order, each as large as its part.
+
+    Where numbers do not divide, the largest remainders get one client more, and of equal remainders
+    those of the larger budgets. The largest budget has at least one client, if there is one: the
+    whole model would not be trained otherwise.
+    """
 
     shares: tuple[Share, ...]
 
@@ -41,20 +46,36 @@ class Shares:
     def deal(self, num_clients: int) -> list[Budget]:
         """A budget for each client."""
         total = sum(part for _, part in self.shares)
-        dealt: list[Budget] = []
-        for budget, part in self.shares:
-            dealt += [budget] * (num_clients * part // total)
-        return dealt + [self.shares[-1][0]] * (num_clients - len(dealt))
+        counts = [num_clients * part // total for _, part in self.shares]
+        largest = max(budget.limits for budget, part in self.shares if part)
+
+        def claim(number: int) -> tuple[bool, int, tuple[float, ...]]:
+            """What decides who gets one client more; the largest claims come first."""
+            budget, part = self.shares[number]
+            is_left_out = part > 0 and budget.limits == largest and not counts[number]
+            return is_left_out, num_clients * part % total, budget.limits
+
+        order = sorted(range(len(self.shares)), key=claim, reverse=True)
+        for number in order[: num_clients - sum(counts)]:
+            counts[number] += 1
+        blocks = zip(self.shares, counts, strict=True)
+        return [budget for (budget, _), count in blocks for _ in range(count)]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Widths from small to large: of k, client i of N gets number ⌊k i / N⌋ (Split-Mix)."""
+    """Widths from small to large: of k, client i of N gets number ⌊k i / N⌋ (Split-Mix).
+
+    With fewer clients than widths that would leave out the largest; then they are dealt as
+    ``Shares`` are.
+    """
 
     widths: tuple[float, ...]
 
     def deal(self, num_clients: int) -> list[Budget]:
         """A budget for each client."""
+        if num_clients < len(self.widths):
+            return Shares(tuple((Budget(width), 1) for width in self.widths)).deal(num_clients)
         numbers = (len(self.widths) * i // num_clients for i in range(num_clients))
         return [Budget(self.widths[number]) for number in numbers]
 
@@ -121,7 +142,9 @@ def deal(mix: Mix, num_clients: int) -> list[Budget]:
     """A budget for each client, neighbours alike.
 
     >>> [b.width for b in deal([1, 0.5], 5)]
-    [1, 1, 0.5, 0.5, 0.5]
+    [1, 1, 1, 0.5, 0.5]
+    >>> [b.width for b in deal("a1-e9", 3)]
+    [1.0, 0.0625, 0.0625]
     >>> [b.width for b in deal("2-1", 5)]
     [0.5, 0.5, 0.5, 1.0, 1.0]
     """

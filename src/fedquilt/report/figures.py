@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -420,12 +419,7 @@ def _listed(what: str, values: Mapping[str, float], unit: str = "") -> str:
 
 def _richest_first(budgets: Iterable[Budget | None]) -> list[Budget | None]:
     """Each budget once; what nobody said comes last."""
-
-    def limits(budget: Budget | None) -> list[float]:
-        given = [0.0] if budget is None else astuple(budget)
-        return [math.inf if limit is None else limit for limit in given]
-
-    return sorted(set(budgets), key=limits, reverse=True)
+    return sorted(set(budgets), key=lambda b: (0.0,) if b is None else b.limits, reverse=True)
 
 
 def _named(budget: Budget | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -57,6 +58,16 @@ class Budget:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         listed = ", ".join(f"{name}={limit}" for name, limit in given.items() if limit is not None)
         return f"Budget({listed})"
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """All limits in the order of the fields, infinite where there is none.
+
+        >>> Budget(0.5).limits < Budget(1.0, params=1000).limits < Budget(1.0).limits
+        True
+        """
+        given = (getattr(self, f.name) for f in fields(self))
+        return tuple(math.inf if limit is None else float(limit) for limit in given)
 
     @property
     def is_width_alone(self) -> bool:
