@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -251,17 +251,13 @@ def _options(factory: Callable[..., Method]) -> dict[str, Any]:
 
 
 def _typed(options: Mapping[str, Any], factory: Callable[..., Method]) -> dict[str, Any]:
-    """The options as the types that a method states; it checks choices of words itself."""
-    stated = get_type_hints(factory)  # of a class: its fields
+    """The options as the types that a method states."""
+    stated = get_type_hints(factory, include_extras=True)  # of a class: its fields
     found = {}
     for name, value in options.items():
         value = tuple(value) if isinstance(value, list) else value
         try:
-            found[name] = (
-                value
-                if get_origin(stated[name]) is Literal
-                else TypeAdapter(stated[name]).validate_python(value)
-            )
+            found[name] = TypeAdapter(stated[name]).validate_python(value)
         except ValidationError as problem:
             raise ConfigError(
                 f"setting 'method.{name}': {problem.errors()[0]['msg']}, got {value!r}"

@@ -150,7 +150,7 @@ def test_a_budget_that_nothing_can_meet_is_refused_before_anything_with_the_smal
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"warm_up_by": "all"}, "richest or able, got 'all'"),
+        ({"warm_up_by": "all"}, "'richest' or 'able', got 'all'"),
         ({"warm_up": -0.1}, "at least 0, got -0.1"),
         ({"nets": 1}, "largest and smallest, got 1"),
         ({"smallest": 0.0}, r"smallest is a fraction in \(0, 1\), got 0.0"),

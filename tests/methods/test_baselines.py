@@ -62,7 +62,7 @@ def test_fedavg_without_running_statistics_has_none(world, optimiser):
     state = here.round(method, here.start(method))
     assert not any("running" in n or "tracked" in n for n in state.params)
     assert "features.1.running_mean" in world.start(fq.FedAvg()).params
-    with pytest.raises(ConfigError, match="tracked or batch, got 'post'"):
+    with pytest.raises(ConfigError, match="'tracked' or 'batch', got 'post'"):
         fq.FedAvg(statistics="post")
 
 

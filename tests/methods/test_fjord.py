@@ -338,7 +338,10 @@ def test_defaults_are_those_of_the_authors_code():
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [({"own": "nothing"}, "statistics or norms, got 'nothing'"), ({"widths": (0.5, 2)}, "got 2")],
+    [
+        ({"own": "nothing"}, "'statistics' or 'norms', got 'nothing'"),
+        ({"widths": (0.5, 2)}, "got 2"),
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong, said):
     with pytest.raises(ConfigError, match=said):

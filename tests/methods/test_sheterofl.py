@@ -255,7 +255,7 @@ def test_a_model_without_batch_normalisation_has_nothing_of_its_own(square):
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [({"statistics": "post"}, "batch or tracked, got 'post'"), ({"widths": (0.5, 2)}, "got 2")],
+    [({"statistics": "post"}, "'batch' or 'tracked', got 'post'"), ({"widths": (0.5, 2)}, "got 2")],
 )
 def test_settings_that_make_no_sense_are_refused(wrong, said):
     with pytest.raises(ConfigError, match=said):

@@ -711,7 +711,7 @@ def test_a_budget_below_one_base_is_refused(world, budget):
     [
         ({"base": 0}, r"in \(0, 1\], got 0; 1/8 is 0\.125"),
         ({"base": 1.5}, "got 1.5"),
-        ({"statistics": "mean"}, "batch, post, tracked or local, got 'mean'"),
+        ({"statistics": "mean"}, "'post', 'tracked' or 'local', got 'mean'"),
         ({"statistics": "post", "robust": True}, "clean inputs.*use tracked, batch or local"),
     ],
 )

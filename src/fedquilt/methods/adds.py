@@ -19,8 +19,9 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Rounds, alike, merged, without_tracking
+from fedquilt.ranges import Fraction
 from fedquilt.training import relevance
-from fedquilt.training.bilevel import Bilevel, Importance, refuse_no_importance
+from fedquilt.training.bilevel import Bilevel, Importance
 from fedquilt.training.descent import Optimiser
 from fedquilt.training.gating import gateable
 
@@ -43,7 +44,7 @@ class ADDS(Rounds):
     optimiser: Optimiser = field(
         default_factory=lambda: Optimiser(lr=0.05, epochs=3, batch_size=10, clip=None)
     )
-    fraction: float = 0.3
+    fraction: Fraction = 0.3
     share: float = 0.9
     share_lr: float = 0.01
     least: float = 0.1
@@ -57,7 +58,7 @@ class ADDS(Rounds):
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
-        refuse_no_importance(self.importance)
+        super().__post_init__()
         if not 0 < self.least <= self.share <= 1:
             raise ConfigError(
                 "shares start within [least, 1], and least is above 0, got share "

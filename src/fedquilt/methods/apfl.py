@@ -23,6 +23,7 @@ from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.method import Rounds, affordable, initial, merged
+from fedquilt.ranges import Fraction
 from fedquilt.structure.budget import fit
 from fedquilt.structure.cost import Prices, cost
 from fedquilt.structure.groups import STATISTICS, Structure
@@ -48,7 +49,7 @@ class FedPA(Rounds):
     """
 
     optimiser: Optimiser = field(default_factory=lambda: OPTIMISER)
-    fraction: float = 1.0
+    fraction: Fraction = 1.0
     whole: tuple[str, ...] = ()
     holders: int = 1
     subnets: tuple[Subnet, ...] | None = None
@@ -159,8 +160,7 @@ class APFL(FedPA):
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
-        if self.warm_up_by not in ("richest", "able"):
-            raise ConfigError(f"the warm-up is by richest or able, got '{self.warm_up_by}'")
+        super().__post_init__()
         if self.warm_up < 0:
             raise ConfigError(
                 f"the warm-up is a part of the rounds, at least 0, got {self.warm_up}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fedquilt.federation.client import EVERYONE, Client, Task, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Rounds
+from fedquilt.ranges import Fraction
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
 from fedquilt.training.sgd import SGD
@@ -25,7 +26,7 @@ class Centralised(Rounds):
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(epochs=1, clip=None))
-    fraction: float = 1.0
+    fraction: Fraction = 1.0
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """One task, whatever the cohort."""

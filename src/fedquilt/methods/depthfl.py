@@ -21,6 +21,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Rounds, merged, within
+from fedquilt.ranges import Fraction
 from fedquilt.structure.budget import times
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -51,7 +52,7 @@ class DepthFL(Rounds):
             lr=0.1, falling=0.998, momentum=0.0, weight_decay=1e-3, batch_size=50, clip=None
         )
     )
-    fraction: float = 0.1
+    fraction: Fraction = 0.1
     at: tuple[str, ...] | None = None
     distil: bool = True
     ramp_rounds: int = 300
@@ -60,6 +61,7 @@ class DepthFL(Rounds):
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
+        super().__post_init__()
         if self.ramp_rounds < 0:
             raise ConfigError(f"ramp_rounds is a number of rounds, got {self.ramp_rounds}")
         if not 0 <= self.feddyn < math.inf:

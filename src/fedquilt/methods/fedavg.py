@@ -16,6 +16,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Rounds, initial, without_tracking
+from fedquilt.ranges import Fraction
 from fedquilt.structure.cut import build
 from fedquilt.training.conditional import conditional
 from fedquilt.training.descent import Optimiser
@@ -33,17 +34,12 @@ class FedAvg(Rounds):
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
-    fraction: float = 0.1
+    fraction: Fraction = 0.1
     width: float = 1.0
     home: tuple[str, ...] = ()
     statistics: Literal["tracked", "batch"] = "tracked"
     objective: Objective = field(default_factory=Plain)
     conditional: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuses settings that make no sense."""
-        if self.statistics not in ("tracked", "batch"):
-            raise ConfigError(f"statistics are tracked or batch, got '{self.statistics}'")
 
     def prepared(self, setup: Setup) -> Setup:
         """The model itself; or without running statistics; or with layers that λ conditions."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from fedquilt.federation.client import Client, Task, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Rounds, affordable, refuse_no_widths, without_tracking
+from fedquilt.ranges import Fraction
 from fedquilt.structure.groups import Group, leading
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -34,7 +35,7 @@ class FedDrop(Rounds):
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
-    fraction: float = 0.1
+    fraction: Fraction = 0.1
     width: float = 0.75
     each: bool = False
     scaler: bool = True
@@ -43,6 +44,7 @@ class FedDrop(Rounds):
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
+        super().__post_init__()
         refuse_no_widths((self.width,))
 
     def prepared(self, setup: Setup) -> Setup:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import (
@@ -23,6 +22,7 @@ from fedquilt.methods.method import (
     trained_sizes,
     up_to_budget,
 )
+from fedquilt.ranges import Fraction
 from fedquilt.structure.groups import NORMS, STATISTICS
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -45,15 +45,14 @@ class FjORD(Rounds):
             lr=0.1, momentum=0.0, weight_decay=1e-4, epochs=1, batch_size=32, clip=None
         )
     )
-    fraction: float = 0.1
+    fraction: Fraction = 0.1
     widths: tuple[float, ...] | None = None
     distil: bool = True
     own: Literal["statistics", "norms"] = "statistics"
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
-        if self.own not in OWN:
-            raise ConfigError(f"a width's own are its statistics or norms, got '{self.own}'")
+        super().__post_init__()
         refuse_no_widths(self.widths)
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:

@@ -29,6 +29,7 @@ from fedquilt.methods.method import (
     refuse_no_widths,
     trained_sizes,
 )
+from fedquilt.ranges import Fraction
 from fedquilt.structure.groups import STATISTICS
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -47,7 +48,7 @@ class HeteroFL(Rounds):
     """
 
     optimiser: Optimiser = field(default_factory=Optimiser)
-    fraction: float = 0.1
+    fraction: Fraction = 0.1
     assignment: Literal["fixed", "dynamic"] = "fixed"
     widths: tuple[float, ...] | None = None
     scaler: bool = True
@@ -58,10 +59,9 @@ class HeteroFL(Rounds):
 
     def __post_init__(self) -> None:
         """Refuses settings that contradict each other."""
+        super().__post_init__()
         if self.assignment == "dynamic" and not self.widths:
             raise ConfigError("dynamic assignment draws from a list of widths; give method.widths")
-        if self.assignment not in ("fixed", "dynamic"):
-            raise ConfigError(f"assignment is fixed or dynamic, got '{self.assignment}'")
         refuse_no_widths(self.widths)
 
     def phases(self, setup: Setup) -> tuple[Phase, ...]:

@@ -10,6 +10,7 @@ from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.federation.average import average
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.ranges import Fraction, check_fields
 from fedquilt.structure.budget import fit
 from fedquilt.structure.cost import cost
 from fedquilt.structure.subnet import Subnet
@@ -78,9 +79,13 @@ class Rounds:
     every cell over the clients that hold it.
     """
 
-    fraction: float  # of the clients, in each round
+    fraction: Fraction  # of the clients, in each round
     home: tuple[str, ...] = ()
     starts_anew: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses settings that are not of their types, or out of range."""
+        check_fields(self)
 
     def prepared(self, setup: Setup) -> Setup:
         """The user's model as it is."""

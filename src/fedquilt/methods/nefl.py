@@ -25,6 +25,7 @@ from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods import submodels
 from fedquilt.methods.method import Rounds, initial, merged, within
+from fedquilt.ranges import Fraction
 from fedquilt.structure.groups import NORMS, STEPS, Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -50,7 +51,7 @@ class NeFL(Rounds):
             lr=0.1, momentum=0.0, weight_decay=0.0, epochs=5, batch_size=32, clip=None
         )
     )
-    fraction: float = 0.1
+    fraction: Fraction = 0.1
     scaling: Literal["W", "D", "WD", "prefix", "W small", "D small", "WD small"] = "WD"
     gammas: tuple[float, ...] | None = None
     tolerance: float = 0.02  # of a size, that the parameters of its submodel may be off
@@ -63,14 +64,7 @@ class NeFL(Rounds):
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
-        for name, known in (
-            ("steps", ("learned", "constant", "none")),
-            ("step_start", ("one", "ode")),
-            ("assignment", ("dynamic", "fixed")),
-        ):
-            if getattr(self, name) not in known:
-                given = getattr(self, name)
-                raise ConfigError(f"{name} is one of {', '.join(known)}, got '{given}'")
+        super().__post_init__()
         if self.reach < 0:
             raise ConfigError(f"reach counts tiers, so it is 0 or more, got {self.reach}")
         if self.step_start == "ode" and self.steps == "none":

@@ -21,6 +21,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Rounds, alike, initial, merged, without_tracking
+from fedquilt.ranges import Fraction
 from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -40,7 +41,7 @@ class PFedMe(Rounds):
     optimiser: Optimiser = field(
         default_factory=lambda: Optimiser(lr=0.03, momentum=0.0, weight_decay=0.0, clip=None)
     )
-    fraction: float = 0.1
+    fraction: Fraction = 0.1
     steps: int = 5
     attraction: float = 15.0
     personal_lr: float = 0.05
@@ -48,6 +49,7 @@ class PFedMe(Rounds):
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
+        super().__post_init__()
         if self.steps < 1:
             raise ConfigError(f"steps counts those of a client's own model, got {self.steps}")
         for name in ("attraction", "beta"):

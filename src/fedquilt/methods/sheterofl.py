@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import (
@@ -21,6 +20,7 @@ from fedquilt.methods.method import (
     up_to_budget,
     without_tracking,
 )
+from fedquilt.ranges import Fraction
 from fedquilt.structure.groups import NORMS
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -37,7 +37,7 @@ class SHeteroFL(Rounds):
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
-    fraction: float = 1.0
+    fraction: Fraction = 1.0
     widths: tuple[float, ...] | None = None
     statistics: Literal["batch", "tracked"] = "batch"
     scaler: bool = False
@@ -46,8 +46,7 @@ class SHeteroFL(Rounds):
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
-        if self.statistics not in ("batch", "tracked"):
-            raise ConfigError(f"statistics are batch or tracked, got '{self.statistics}'")
+        super().__post_init__()
         refuse_no_widths(self.widths)
 
     def prepared(self, setup: Setup) -> Setup:

@@ -25,6 +25,7 @@ from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.method import merged
+from fedquilt.ranges import Fraction, check_fields
 from fedquilt.structure.budget import Budget, times
 from fedquilt.structure.cost import cost
 from fedquilt.structure.cut import build
@@ -60,7 +61,7 @@ class SplitMix:
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
-    fraction: float = 1.0
+    fraction: Fraction = 1.0
     base: float = 0.125
     statistics: BNStatistics | None = None
     rescale_init: bool = True
@@ -75,12 +76,9 @@ class SplitMix:
 
     def __post_init__(self) -> None:
         """Refuses what makes no sense, and warns of what the paper shows to collapse."""
+        check_fields(self)
         if not 0 < self.base <= 1:
             raise ConfigError(f"the base is a width in (0, 1], got {self.base}; 1/8 is 0.125")
-        if self.statistics not in (None, "batch", "post", "tracked", "local"):
-            raise ConfigError(
-                f"statistics are batch, post, tracked or local, got '{self.statistics}'"
-            )
         if self.robust and self.kind == "post":
             raise ConfigError(
                 "statistics that are estimated afterwards ('post') are those of clean inputs, and "

@@ -22,6 +22,7 @@ from fedquilt.federation.average import average
 from fedquilt.federation.client import Client, Task, Update, called, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Rounds, without_tracking
+from fedquilt.ranges import Fraction
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training.descent import Optimiser
@@ -52,12 +53,13 @@ class STC(Rounds):
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
-    fraction: float = 0.1
+    fraction: Fraction = 0.1
     sparsity_up: float = 1 / 400
     sparsity_down: float = 1 / 400
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
+        super().__post_init__()
         for name in ("sparsity_up", "sparsity_down"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(

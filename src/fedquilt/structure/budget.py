@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from numbers import Real
 
 from torch import nn
 
@@ -39,15 +40,15 @@ class Budget:
 
     def __post_init__(self) -> None:
         """Refuses limits that make no sense."""
-        if not 0 < self.width <= 1:
+        if not (isinstance(self.width, Real) and 0 < self.width <= 1):
             raise BudgetError(
-                f"widths are fractions in (0, 1], got {self.width}; "
+                f"widths are fractions in (0, 1], got {self.width!r}; "
                 "write 1/8 as 0.125, and 1 for the whole"
             )
         for field in fields(self)[1:]:
             limit = getattr(self, field.name)
-            if limit is not None and limit <= 0:
-                raise BudgetError(f"the limit on {field.name} must be positive, got {limit}")
+            if limit is not None and not (isinstance(limit, Real) and limit > 0):
+                raise BudgetError(f"the limit on {field.name} is a number above 0, got {limit!r}")
 
     def __str__(self) -> str:
         """The limits that there are.

@@ -9,13 +9,15 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.func import stack_module_state, vmap
 
 from fedquilt.errors import ConfigError
+from fedquilt.ranges import Count, Fraction, NotNegative, Positive, check_fields
 from fedquilt.structure.trace import Example, arguments, call_with, named_tensors
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.objectives import Objective, Plain
@@ -25,16 +27,20 @@ from fedquilt.training.objectives import Objective, Plain
 class Optimiser:
     """Settings of local SGD, and how the learning rate falls from round to round."""
 
-    lr: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    epochs: int = 5
-    batch_size: int = 10
-    clip: float | None = 1.0  # largest norm of a gradient
+    lr: Positive = 0.01
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: NotNegative = 5e-4
+    epochs: Count = 5
+    batch_size: Count = 10
+    clip: Positive | None = 1.0  # largest norm of a gradient
     milestones: tuple[int, ...] = ()  # rounds at which the learning rate falls
-    decay: float = 0.1  # to this part of what it was
+    decay: Positive = 0.1  # to this part of what it was
     cosine: bool = False  # instead: half a cosine from ``lr`` in the first round towards 0
-    falling: float = 1.0  # besides, to this part of what it was in every round
+    falling: Fraction = 1.0  # besides, to this part of what it was in every round
+
+    def __post_init__(self) -> None:
+        """Refuses settings that make no sense."""
+        check_fields(self)
 
     def rate(self, round: int, rounds: int | None = None) -> float:
         """The learning rate of a round, of so many.

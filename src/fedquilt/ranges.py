@@ -1,0 +1,53 @@
+"""What a setting may be: stated once, with its type, and checked wherever it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
+from functools import cache
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import Field, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from fedquilt.errors import ConfigError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def check_fields(settings: object) -> None:
+    """Refuses a dataclass with a field that is not what its annotation says.
+
+    For ``__post_init__``. A list becomes a tuple; nothing else is converted: a number in quotation
+    marks is refused.
+    """
+    kind = type(settings)
+    for name, adapter in _adapters(kind).items():  # type: ignore[arg-type]  # mypy: types hash
+        value = getattr(settings, name)
+        if isinstance(value, list):
+            value = tuple(value)
+            object.__setattr__(settings, name, value)  # the dataclass is frozen
+        try:
+            adapter.validate_python(value, strict=True)
+        except ValidationError as problem:
+            rule = problem.errors()[0]["msg"]
+            raise ConfigError(
+                f"setting '{name}' of {kind.__name__}: {rule[0].lower()}{rule[1:]}, got {value!r}"
+            ) from None
+
+
+@cache
+def _adapters(kind: type) -> Mapping[str, TypeAdapter[Any]]:
+    """What checks each field, as far as its type can be checked: a protocol cannot."""
+    try:
+        stated = get_type_hints(kind, include_extras=True)
+    except NameError:  # of types that are imported for type checkers only
+        return {}
+    found = {}
+    for field in fields(kind):
+        with suppress(PydanticSchemaGenerationError):
+            found[field.name] = TypeAdapter(stated[field.name])
+    return found
