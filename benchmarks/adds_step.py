@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data.examples import as_examples
-from fedquilt.engines.local import keep_memory
+from fedquilt.engines.worker import keep_memory
 from fedquilt.federation.client import Task
 from fedquilt.models import make
 from fedquilt.structure.groups import Structure

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedquilt.engines.local import keep_memory
+from fedquilt.engines.worker import keep_memory
 from fedquilt.models import make
 from fedquilt.structure.layout import lay_out
 from fedquilt.training.descent import Optimiser, learner

@@ -91,9 +91,11 @@ class OptimiserSection(_Section):
 
 
 class RunSection(_Section):
-    """How the run goes about it; nothing here changes a result."""
+    """How the run goes about it; nothing here changes a result, unless a client fails by it."""
 
     workers: int | None = Field(None, ge=0)
+    heartbeat: float = Field(60.0, gt=0)  # seconds without one, and a worker is replaced
+    deadline: float | None = Field(None, gt=0)  # seconds, for one client's work in a worker
     evaluate_every: int = Field(10, ge=0)
     checkpoint_every: int = Field(10, ge=0)
     test_locally: bool = False  # clients test their own models in every round, before they merge

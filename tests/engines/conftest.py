@@ -6,6 +6,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,9 +38,9 @@ def engine(places: tuple[Path, Path], structure: Structure) -> Iterator[Callable
     """Makes engines; afterwards no process may be left."""
     made: list[LocalEngine] = []
 
-    def make(workers: int, folder: Path | None = None) -> LocalEngine:
+    def make(workers: int, folder: Path | None = None, **more: Any) -> LocalEngine:
         torch.manual_seed(0)
-        found = LocalEngine(nn.Linear(3, 4), structure, {}, workers=workers, folder=folder)
+        found = LocalEngine(nn.Linear(3, 4), structure, {}, workers=workers, folder=folder, **more)
         made.append(found)
         return found
 

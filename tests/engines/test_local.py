@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import re
@@ -13,11 +14,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fedquilt.engines import worker
 from fedquilt.engines.local import LocalEngine
+from fedquilt.engines.worker import Timeouts
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.structure.subnet import Subnet
 
@@ -64,6 +68,10 @@ class Drift:
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.how == "exit":
             os._exit(3)
+        elif self.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.how == "long":
+            time.sleep(3)
         elif self.how == "raise":
             raise ValueError("no coffee left")
         elif self.how == "hang":
@@ -374,3 +382,71 @@ def test_a_state_that_cannot_be_written_is_a_failure(engine, tmp_path, workers):
     (result,) = engine(workers, folder).run(tasks(Drift(keeps=True), 1))
     assert isinstance(result, Failure)
     assert "clients" in result.reason
+
+
+# workers that hang
+
+QUICK = Timeouts(heartbeat=1.5)
+
+
+def test_a_task_whose_worker_was_stopped_is_done_again(engine, undisturbed, tmp_path):
+    recipe = Drift(str(tmp_path), culprit=2, times=1, how="stop")
+    found = list(engine(2, timeouts=QUICK).run(tasks(recipe)))
+    assert bits(found) == undisturbed
+    assert len(set((tmp_path / "attempts-2").read_text().split())) == 2  # on a fresh worker
+
+
+def test_a_client_whose_workers_are_stopped_twice_has_failed_and_the_others_go_on(
+    engine, undisturbed, tmp_path
+):
+    recipe = Drift(str(tmp_path), culprit=3, times=9, how="stop")
+    made = engine(2, timeouts=QUICK)
+    found = list(made.run(tasks(recipe)))
+    assert found.pop(3) == Failure(3, "its worker gave no sign of life for 1.5 seconds, twice")
+    assert bits(found) == undisturbed[:3] + undisturbed[4:]
+    assert len((tmp_path / "attempts-3").read_text().split()) == 2
+    assert bits(list(made.run(tasks(Drift())))) == undisturbed  # and the engine is whole again
+
+
+def test_workers_stopped_between_rounds_are_replaced(engine, undisturbed):
+    made = engine(2, timeouts=QUICK)
+    for pid in {int(u.metrics["pid"]) for u in made.run(tasks(Drift()))}:
+        os.kill(pid, signal.SIGSTOP)
+    assert bits(list(made.run(tasks(Drift())))) == undisturbed
+
+
+def test_honest_work_may_take_longer_than_a_heartbeat(engine, undisturbed, tmp_path):
+    recipe = Drift(str(tmp_path), culprit=1, times=9, how="long")
+    assert bits(list(engine(2, timeouts=Timeouts(heartbeat=2.0)).run(tasks(recipe)))) == undisturbed
+    assert len((tmp_path / "attempts-1").read_text().split()) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_work_that_takes_longer_than_its_deadline_has_failed_at_once(
+    engine, undisturbed, tmp_path, workers
+):
+    recipe = Drift(str(tmp_path), culprit=1, times=9, how="hang")
+    found = list(engine(workers, timeouts=Timeouts(deadline=0.5)).run(tasks(recipe)))
+    assert found.pop(1) == Failure(1, "its work was not done within 0.5 seconds")
+    assert bits(found) == undisturbed[:1] + undisturbed[2:]
+    assert len((tmp_path / "attempts-1").read_text().split()) == 1
+
+
+def test_a_server_that_was_busy_or_stopped_itself_blames_no_worker(
+    engine, undisturbed, monkeypatch
+):
+    made = engine(2, timeouts=Timeouts(heartbeat=60, deadline=60))
+    pids = {int(u.metrics["pid"]) for u in made.run(tasks(Drift()))}
+    hours = itertools.count(0.0, 3600.0)
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: next(hours)))
+    found = list(made.run(tasks(Drift())))
+    assert bits(found) == undisturbed
+    assert {int(u.metrics["pid"]) for u in found} <= pids
+
+
+def test_long_messages_go_another_way_and_leave_no_files(engine, undisturbed, places, monkeypatch):
+    monkeypatch.setattr("fedquilt.engines.worker.LARGEST_MESSAGE", 100)
+    made = engine(2)
+    assert bits(list(made.run(tasks(Drift())))) == undisturbed
+    next(made.run(tasks(Drift())))
+    assert [p.name for p in places[0].glob("fedquilt-*/*")] == ["lock"]

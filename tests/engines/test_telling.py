@@ -8,14 +8,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fedquilt.engines import local
+from fedquilt.engines import worker
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.structure.subnet import Subnet
 
@@ -99,7 +98,7 @@ def tasks(recipe: object, clients: Sequence[int] = CLIENTS) -> list[Task]:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Words need not wait for each other."""
-    monkeypatch.setattr(local, "SHORTEST_WAIT", 0.0)
+    monkeypatch.setattr(worker, "SHORTEST_WAIT", 0.0)
 
 
 @pytest.fixture
@@ -142,13 +141,13 @@ def test_a_client_is_heard_while_it_works(engine, at_once, tmp_path, workers):
 def test_a_hundred_thousand_calls_are_a_hundred_messages(
     listening, told, at_once, monkeypatch, workers
 ):
-    messages, receive = [], Connection.recv
+    messages, receive = [], worker._receive
 
     def counted(pipe):
         messages.append(receive(pipe))
         return messages[-1]
 
-    monkeypatch.setattr(Connection, "recv", counted)
+    monkeypatch.setattr(worker, "_receive", counted)
     made = listening(workers)
     assert len(list(made.run(tasks(Flood(), (1, 2))))) == 2
     for client in (1, 2):
@@ -162,15 +161,15 @@ def test_a_hundred_thousand_calls_are_a_hundred_messages(
 def test_at_most_four_words_a_second(listening, told, monkeypatch, workers):
     milliseconds = iter(range(10**9))  # one goes by whenever somebody looks
     clock = SimpleNamespace(monotonic=lambda: next(milliseconds) / 1000)
-    monkeypatch.setattr(local, "time", clock)
-    monkeypatch.setattr(local, "SMALLEST_STEP", 0.0)
+    monkeypatch.setattr(worker, "time", clock)
+    monkeypatch.setattr(worker, "SMALLEST_STEP", 0.0)
     list(listening(workers).run(tasks(Flood(10_000), (1,))))
     assert 30 <= len(told[1]) <= 40 + 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_quick_work_is_not_worth_a_word(listening, told, monkeypatch, workers):
-    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: 5.0))
     assert len(list(listening(workers).run(tasks(Telling())))) == len(CLIENTS)
     assert not told
 
@@ -244,7 +243,7 @@ def test_a_problem_of_the_one_who_is_told_is_no_failure_of_the_client(engine, at
 
 
 def test_workers_that_are_left_in_mid_sentence_end_quietly(listening, at_once, monkeypatch, capfd):
-    monkeypatch.setattr(local, "SMALLEST_STEP", 0.0)  # more words than fit into the pipe
+    monkeypatch.setattr(worker, "SMALLEST_STEP", 0.0)  # more words than fit into the pipe
     made = listening(1)
     results = made.run(tasks(Flood(), (1, 2)))
     made.tell = interrupt

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.engines.local import one_thread
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Task
 from fedquilt.structure.cut import take
+from fedquilt.training.descent import one_thread
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.sgd import SGD
 

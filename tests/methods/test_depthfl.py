@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.data.examples import as_examples
 from fedquilt.engines.kept import read
-from fedquilt.engines.local import do_task
+from fedquilt.engines.worker import do_task
 from fedquilt.errors import BudgetError, ConfigError, StructureError
 from fedquilt.federation.client import Client, seed_of
 from fedquilt.federation.mix import deal

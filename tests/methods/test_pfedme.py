@@ -13,7 +13,7 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.data.examples import as_examples
 from fedquilt.engines.kept import KeptStates
-from fedquilt.engines.local import do_task
+from fedquilt.engines.worker import do_task
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Task
 from fedquilt.runs.loop import RoundDone

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.engines import local
+from fedquilt.engines import worker
 from fedquilt.engines.local import LocalEngine
 from fedquilt.errors import CheckpointError, ConfigError, TrainingError
 from fedquilt.runs.loop import (
@@ -265,7 +265,7 @@ class AloudEngine(LocalEngine):
 def test_a_rounds_clients_tell_how_far_they_are_before_they_are_done(
     train, traced, people, monkeypatch, workers
 ):
-    monkeypatch.setattr(local, "SHORTEST_WAIT", 0.0)
+    monkeypatch.setattr(worker, "SHORTEST_WAIT", 0.0)
     run, exchanges = train(rounds=3), []
 
     def watch(event):

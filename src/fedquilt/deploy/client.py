@@ -35,7 +35,7 @@ from fedquilt.engines.flower import letters
 from fedquilt.engines.flower.engine import digest
 from fedquilt.engines.flower.letters import NO_STATE, Envelope
 from fedquilt.engines.kept import KeptStates, read, write
-from fedquilt.engines.local import do_task, sentence
+from fedquilt.engines.worker import do_task, sentence
 from fedquilt.errors import ConfigError
 from fedquilt.federation.state import Setup
 from fedquilt.training.descent import one_thread

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedquilt.deploy.service import COLOURS
-from fedquilt.engines.local import die_with
+from fedquilt.engines.worker import die_with
 from fedquilt.errors import FederationError, TrainingError
 
 OFFLINE = {  # Flower tells nobody, asks nobody, and installs nothing

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fedquilt.engines.local import die_with
+from fedquilt.engines.worker import die_with
 
 MARK = "FEDQUILT_SERVICE"  # the variable that a service and all of its children have
 PATIENCE = 10.0  # seconds to end in after being asked

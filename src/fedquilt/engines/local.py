@@ -10,84 +10,38 @@ workers.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import signal
-import sys
 import tempfile
-import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing import connection, get_context
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from fedquilt.data import ClientData
 from fedquilt.engines import flat
 from fedquilt.engines.engine import Tell, nobody
-from fedquilt.engines.kept import KeptStates, is_sound, read, write
+from fedquilt.engines.kept import KeptStates, read, write
 from fedquilt.engines.spool import Spool
+from fedquilt.engines.worker import Answer, Hung, Order, Timeouts, Worker, do_task, sentence
 from fedquilt.federation.client import Failure, Task, Update
-from fedquilt.structure.cut import Params
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import one_thread
-from fedquilt.training.recipe import Recipe, Workbench
+from fedquilt.training.recipe import Workbench
 
 Data = Mapping[str, Mapping[int, ClientData]]  # split -> client -> examples
 SHARED_MEMORY = Path("/dev/shm")
-MOST_TRIES = 2  # a task whose worker died is done once more
-SHORTEST_WAIT = 0.25  # seconds of work between two words about it
-SMALLEST_STEP = 0.01  # of the work; so few words fit into a pipe that nobody reads for long
-
-
-@dataclass(frozen=True)
-class _Order:
-    """A task as it goes to a worker: its tensors stay in the files it names."""
-
-    number: int
-    client: int
-    subnets: tuple[Subnet, ...]
-    recipe: Recipe
-    seed: int
-    params: Path
-    state: Path | None
-    next_state: Path
-    answer: Path
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What a worker says: the update without its tensors, or what went wrong."""
-
-    number: int
-    subnets: tuple[Subnet, ...] = ()
-    weight: float = 0.0
-    metrics: Mapping[str, float] | None = None
-    slots: tuple[flat.Slot, ...] = ()
-    kept_state: bool = False
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
-class _Word:
-    """What a worker says in between: the share of an order that is done."""
-
-    number: int
-    done: float
+MOST_TRIES = 2  # a task whose worker died or hung is done once more
 
 
 class LocalEngine:
-    """Runs tasks in ``workers`` processes, or in this one if there are none."""
+    """Runs tasks in ``workers`` processes, or in this one if there are none.
+
+    ``timeouts`` are for worker processes; nobody watches over work in this one.
+    """
 
     def __init__(
         self,
@@ -97,12 +51,17 @@ class LocalEngine:
         *,
         workers: int,
         folder: Path | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         self._bench = Workbench(model, structure, data)
         self._spool = Spool(Path(tempfile.gettempdir()))
         self._memory = Spool(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else self._spool
         self._states = KeptStates(folder or self._spool.folder / "clients")
-        self._workers = [_Worker(self._bench) for _ in range(workers)]
+        self._timeouts = timeouts or Timeouts()
+        self._workers = [
+            Worker(self._bench, self._timeouts, self._memory.folder / f"pulse-{number}")
+            for number in range(workers)
+        ]
         self._files = 0
         self.tell: Tell = nobody
 
@@ -166,7 +125,7 @@ class LocalEngine:
     def _run_in_workers(self, tasks: Sequence[Task]) -> Iterator[Update | Failure]:
         queue = deque(_heaviest_first(tasks, self._bench.structure))
         tries = [0] * len(tasks)
-        done: dict[int, _Answer | Failure] = {}
+        done: dict[int, Answer | Failure] = {}
         with self._shared(tasks) as shared:
             orders = [self._order(i, task, shared[id(task.params)]) for i, task in enumerate(tasks)]
             try:
@@ -179,8 +138,8 @@ class LocalEngine:
             finally:
                 self._drop_unfinished(orders)
 
-    def _order(self, number: int, task: Task, params: Path) -> _Order:
-        return _Order(
+    def _order(self, number: int, task: Task, params: Path) -> Order:
+        return Order(
             number,
             task.client,
             task.subnets,
@@ -212,7 +171,7 @@ class LocalEngine:
             for path in paths.values():
                 path.unlink(missing_ok=True)
 
-    def _feed(self, queue: deque[int], orders: Sequence[_Order]) -> None:
+    def _feed(self, queue: deque[int], orders: Sequence[Order]) -> None:
         """Every worker has something to do, and, while there is plenty, something to do next."""
         for ahead in (1, 2):
             for worker in self._workers:
@@ -223,34 +182,54 @@ class LocalEngine:
     def _listen(
         self,
         queue: deque[int],
-        orders: Sequence[_Order],
+        orders: Sequence[Order],
         tries: list[int],
-        done: dict[int, _Answer | Failure],
+        done: dict[int, Answer | Failure],
     ) -> None:
-        """Waits for a worker to say something or to die."""
+        """Waits for a worker to say something, to die, or to hang."""
         ready = connection.wait(
-            [w.pipe for w in self._workers] + [w.sentinel for w in self._workers]
+            [w.pipe for w in self._workers] + [w.sentinel for w in self._workers],
+            timeout=self._timeouts.beat,
         )
         for worker in self._workers:
+            hung, is_gone = worker.look(), worker.sentinel in ready
             if worker.pipe in ready:
                 said = worker.receive()
-                if isinstance(said, _Answer):
+                if isinstance(said, Answer):
                     done[said.number] = said
-                elif said is not None and worker.is_at(said.number):
-                    self.tell(orders[said.number].client, said.done)
-                if said is not None:
                     continue
-            if worker.pipe in ready or worker.sentinel in ready:
-                code = worker.replace(self._bench)
-                waiting, worker.orders = worker.orders, deque()
-                for position, order in enumerate(waiting):
-                    tries[order.number] += position == 0
-                    if tries[order.number] < MOST_TRIES:
-                        queue.appendleft(order.number)
-                    else:
-                        done[order.number] = Failure(order.client, _death(code))
+                if said is not None and worker.is_at(said.number):
+                    self.tell(orders[said.number].client, said.done)
+                is_gone = said is None
+            if hung is not None or is_gone:
+                self._give_up(worker, hung, queue, tries, done)
 
-    def _delivered(self, order: _Order, answer: _Answer | Failure) -> Update | Failure:
+    def _give_up(
+        self,
+        worker: Worker,
+        hung: Hung | None,
+        queue: deque[int],
+        tries: list[int],
+        done: dict[int, Answer | Failure],
+    ) -> None:
+        """Work of a worker that died or hung is done again, unless it was the work's own fault."""
+        waiting, code = self._replaced(worker)
+        for position, order in enumerate(waiting):
+            tries[order.number] += position == 0
+            is_late = position == 0 and hung is not None and hung.is_late
+            if tries[order.number] < MOST_TRIES and not is_late:
+                queue.appendleft(order.number)
+            else:
+                reason = _death(code) if hung is None else hung.reason
+                done[order.number] = Failure(order.client, reason)
+
+    def _replaced(self, worker: Worker) -> tuple[deque[Order], int | None]:
+        """Puts a fresh process in a worker's place; what it had to do, and its exit code."""
+        code = worker.replace(self._bench)
+        waiting, worker.orders = worker.orders, deque()
+        return waiting, code
+
+    def _delivered(self, order: Order, answer: Answer | Failure) -> Update | Failure:
         if isinstance(answer, Failure):
             return answer
         if answer.problem is not None:
@@ -267,54 +246,13 @@ class LocalEngine:
             answer.metrics or {},
         )
 
-    def _drop_unfinished(self, orders: Sequence[_Order]) -> None:
+    def _drop_unfinished(self, orders: Sequence[Order]) -> None:
         """A round that was left early leaves nothing behind: its workers start afresh."""
         for worker in self._workers:
             if worker.orders:
-                worker.replace(self._bench)
-                worker.orders.clear()
-        for order in orders:
-            order.answer.unlink(missing_ok=True)
-
-
-def do_task(
-    task: Task,
-    bench: Workbench,
-    state: Mapping[str, Tensor] | None,
-    tell: Callable[[float], None] | None = None,
-) -> tuple[Update, Mapping[str, Tensor] | None]:
-    """The client's work: its update, and what it keeps if that has changed and is sound."""
-    listener = None if tell is None else _Listener(tell)
-    bench.kept, bench.to_keep, bench.own, bench.listener = state, None, None, listener
-    try:
-        update = task.recipe.run(task, bench)
-    finally:
-        bench.listener = None
-    if listener is not None:
-        listener.end()
-    kept = bench.to_keep
-    return update, kept if kept is not None and is_sound(kept) else None
-
-
-class _Listener:
-    """Passes on what a client tells, but only step by step, and a few times a second at most.
-
-    Nothing is said about a task that is done sooner.
-    """
-
-    def __init__(self, tell: Callable[[float], None]) -> None:
-        self._tell, self._said, self._when = tell, 0.0, time.monotonic()
-
-    def __call__(self, done: float) -> None:
-        done = min(done, 1.0)
-        if done >= self._said + SMALLEST_STEP and time.monotonic() >= self._when + SHORTEST_WAIT:
-            self._said, self._when = float(done), time.monotonic()
-            self._tell(self._said)
-
-    def end(self) -> None:
-        """All is done: whoever heard of a part hears that, as the result may have to wait."""
-        if 0 < self._said < 1:
-            self._tell(1.0)
+                self._replaced(worker)
+        for path in (path for order in orders for path in order.files):
+            path.unlink(missing_ok=True)
 
 
 class _Disturbed(BaseException):
@@ -339,167 +277,9 @@ def _share(subnet: Subnet, structure: Structure) -> float:
     return width * (1 - len(structure.gone(subnet)) / max(len(structure.shapes), 1))
 
 
-def sentence(problem: BaseException) -> str:
-    """What went wrong, and where, in one line."""
-    where = traceback.extract_tb(problem.__traceback__)[-1]
-    return f"{type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})"
-
-
 def _death(code: int | None) -> str:
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
         return f"its worker was ended by {name} twice{hint}"
     return f"its worker ended twice with exit code {code}"
-
-
-class _Worker:
-    """One worker process and the orders it holds; the first is the one it works on."""
-
-    def __init__(self, bench: Workbench) -> None:
-        self.orders: deque[_Order] = deque()
-        self._start(bench)
-
-    def _start(self, bench: Workbench) -> None:
-        # forked, where that is possible: data and model need not be sent, nor be importable
-        context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
-        self.pipe, theirs = context.Pipe()
-        self._process: BaseProcess = context.Process(
-            target=_work, args=(theirs, self.pipe, bench, os.getpid()), daemon=True
-        )
-        with _undisturbed():  # until the worker ignores Ctrl-C, which is ours to handle
-            self._process.start()
-        theirs.close()
-
-    @property
-    def sentinel(self) -> int:
-        """Becomes ready when the process ends."""
-        return self._process.sentinel
-
-    def send(self, order: _Order) -> None:
-        """Gives the worker something to do; if it has just died, that is noticed when listening."""
-        self.orders.append(order)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.pipe.send(order)
-
-    def receive(self) -> _Answer | _Word | None:
-        """What it says, or None if it died instead."""
-        try:
-            said: _Answer | _Word = self.pipe.recv()
-        except (EOFError, OSError):
-            return None
-        if isinstance(said, _Answer):
-            self.orders.popleft()
-        return said
-
-    def is_at(self, number: int) -> bool:
-        """Whether this is what it works on."""
-        return bool(self.orders) and self.orders[0].number == number
-
-    def replace(self, bench: Workbench) -> int | None:
-        """A fresh process in place of this one; the old one's exit code."""
-        code = self.end()
-        self._start(bench)
-        return code
-
-    def end(self) -> int | None:
-        """Ends the process; its exit code."""
-        self.pipe.close()
-        if self._process.is_alive():
-            self._process.join(timeout=0.05)
-        code = self._process.exitcode
-        if code is None:
-            self._process.kill()
-            self._process.join()
-        return code
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ctrl-C waits, here and in processes started meanwhile."""
-    if sys.platform == "win32":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _work(pipe: Connection, parents_end: Connection, bench: Workbench, parent: int) -> None:
-    """A worker's life: take an order, do it, answer."""
-    parents_end.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with(parent)
-    keep_memory()
-    torch.set_num_threads(1)
-    params = _Params()
-    while True:
-        try:
-            order: _Order = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            answer = _do(order, bench, params, pipe)
-        except Exception as problem:
-            answer = _Answer(order.number, problem=sentence(problem))
-        _say(pipe, answer)
-
-
-def _say(pipe: Connection, what: _Answer | _Word) -> None:
-    try:
-        pipe.send(what)
-    except (BrokenPipeError, ConnectionResetError):
-        sys.exit()  # the round was left, and nobody listens any more
-
-
-def _do(order: _Order, bench: Workbench, params: _Params, pipe: Connection) -> _Answer:
-    def tell(done: float) -> None:
-        _say(pipe, _Word(order.number, done))
-
-    task = Task(order.client, order.subnets, params.read(order.params), order.recipe, order.seed)
-    update, state = do_task(task, bench, read(order.state), tell)
-    slots = flat.write(order.answer, flat.packed(update.params)) if update.subnets else ()
-    if state is not None:
-        write(order.next_state, state)
-    return _Answer(
-        order.number, update.subnets, update.weight, update.metrics, slots, state is not None
-    )
-
-
-class _Params:
-    """The round's global tensors, mapped into this process once."""
-
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._tensors: dict[str, Tensor] = {}
-
-    def read(self, path: Path) -> Params:
-        if path != self._path:
-            with safe_open(path, framework="pt") as file:
-                self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            self._path = path
-        return self._tensors
-
-
-def die_with(parent: int) -> None:
-    """This process ends when its parent does, however that happens (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def keep_memory() -> None:
-    """The C library keeps freed memory instead of giving it back to the system each time (glibc).
-
-    Training frees and asks for the same large blocks at every step; with the defaults each
-    of them is returned to the system and cleared by it again.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: keep up to 2 GB that was freed
-            libc.mallopt(-4, 0)  # M_MMAP_MAX: also of the largest blocks

@@ -23,6 +23,7 @@ from fedquilt.customize import bundle
 from fedquilt.data.examples import Normalise
 from fedquilt.data.population import Population
 from fedquilt.data.source import Source
+from fedquilt.engines.worker import Timeouts
 from fedquilt.errors import CheckpointError, ConfigError, DataError
 from fedquilt.federation.state import Setup
 from fedquilt.methods.method import Method
@@ -34,6 +35,7 @@ from fedquilt.runs.run import (
     Run,
     fingerprint,
     last_checkpoint,
+    local_engine,
     open_run,
     prepared,
     train,
@@ -85,6 +87,7 @@ def begun(
         done = checkpoint.load(last, fingerprint(setup, method))
         refuse_other_rounds(done.state, method, setup)  # before anything is written
     _remember(config, folder, resume=resume)
+    timeouts = Timeouts(config.run.heartbeat, config.run.deadline)
     return lambda watch: train(
         model,
         whole.example,
@@ -92,7 +95,6 @@ def begun(
         population,
         config.rounds,
         seed=config.seed,
-        workers=config.run.workers,
         out=folder,
         resume=resume,
         structure=whole.structure,
@@ -101,7 +103,7 @@ def begun(
         if engine is not None
         else None,
         watch=watch,
-        engine=engine,
+        engine=engine or local_engine(config.run.workers, timeouts),
         about={**described, "scale": scale and asdict(scale)},
     )
 

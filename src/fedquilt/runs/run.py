@@ -21,6 +21,7 @@ from fedquilt.data.population import Population
 from fedquilt.engines.engine import Engine
 from fedquilt.engines.kept import KeptStates, read
 from fedquilt.engines.local import LocalEngine
+from fedquilt.engines.worker import Timeouts
 from fedquilt.errors import BudgetError, CheckpointError, ConfigError, TrainingError
 from fedquilt.evaluation.accuracy import SizeScore, accuracy_by_client, cost_of, evaluate
 from fedquilt.evaluation.clients import ClientScore, client_scores
@@ -322,7 +323,7 @@ def train(
     return Run(setup, method, state, scores, clients, folder, described, whole)
 
 
-def local_engine(workers: int | None) -> MakeEngine:
+def local_engine(workers: int | None, timeouts: Timeouts | None = None) -> MakeEngine:
     """The engine of this machine, with one worker a core unless told otherwise."""
     if workers is not None and workers < 0:
         raise ConfigError(f"workers are 0 (this process) or more, got {workers}")
@@ -334,7 +335,14 @@ def local_engine(workers: int | None) -> MakeEngine:
     count = (os.cpu_count() or 1) if count is None else count
 
     def make(setup: Setup, people: Population, folder: Path | None) -> LocalEngine:
-        return LocalEngine(setup.model, setup.structure, people.data, workers=count, folder=folder)
+        return LocalEngine(
+            setup.model,
+            setup.structure,
+            people.data,
+            workers=count,
+            folder=folder,
+            timeouts=timeouts,
+        )
 
     return make
 
