@@ -20,7 +20,14 @@ from torch import Tensor
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, alike, initial, merged, without_tracking
+from fedquilt.methods.method import (
+    Rounds,
+    alike,
+    ignored_budgets,
+    initial,
+    merged,
+    without_tracking,
+)
 from fedquilt.ranges import Fraction
 from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet
@@ -59,6 +66,10 @@ class PFedMe(Rounds):
     def prepared(self, setup: Setup) -> Setup:
         """The model without running statistics."""
         return without_tracking(setup)
+
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """The whole net is trained, whatever clients can afford."""
+        return ignored_budgets(setup)
 
     def start(self, setup: Setup) -> State:
         """w⁰; until it has trained, a client's own model is the server's."""
