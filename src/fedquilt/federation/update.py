@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fedquilt.errors import StructureError, UpdateError
 from fedquilt.federation.client import Update, called
-from fedquilt.structure.cut import Params, shapes, source_name
+from fedquilt.federation.constants import is_constant
+from fedquilt.structure.cut import Params, cells, shapes, source_name, view
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 
@@ -37,7 +38,7 @@ def _accept_part(
     who: str, subnet: Subnet, tensors: Params, structure: Structure, params: Params
 ) -> None:
     try:
-        where = shapes(structure, subnet)
+        where, index = shapes(structure, subnet), cells(structure, subnet)
     except StructureError as problem:
         raise UpdateError(f"{who} sent a subnet that does not fit: {problem}") from problem
     if set(tensors) != set(where):
@@ -57,7 +58,10 @@ def _accept_part(
             raise UpdateError(
                 f"{who} sent '{name}' as {tensors[name].dtype}, the model has {dtype}"
             )
-        if not _is_finite(tensors[name]):
+        new = tensors[name]
+        if not _is_finite(new):
+            new = new.masked_fill(is_constant(new, view(old, index[name])), 0)
+        if not _is_finite(new):
             raise UpdateError(
                 f"{who} sent '{name}' with values that are not finite; its training diverged"
             )

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update
+from fedquilt.federation.constants import keep_constants
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import (
     Rounds,
@@ -100,6 +101,8 @@ def part_way(old: Params, new: Params, beta: float) -> dict[str, Tensor]:
     {'w': tensor([1.5000])}
     """
     return {
-        name: torch.lerp(old[name], tensor, beta) if tensor.is_floating_point() else tensor
+        name: keep_constants(torch.lerp(old[name], tensor, beta), old[name])
+        if tensor.is_floating_point()
+        else tensor
         for name, tensor in new.items()
     }
