@@ -131,7 +131,7 @@ def test_lg_fedavg_shares_the_classifier_alone(world, optimiser, same):
 
 
 def test_lg_fedavg_goes_on_from_the_shared_classifier_and_its_own_layers(world, optimiser, same):
-    method = fq.lg_fedavg(replace(optimiser, lr=0.0, weight_decay=0), fraction=1.0)
+    method = fq.lg_fedavg(replace(optimiser, lr=1e-30, weight_decay=0), fraction=1.0)
     training = fq.lg_fedavg(optimiser, fraction=1.0)
     with world.engine() as engine:
         state = world.round(training, world.start(training), engine)
