@@ -36,9 +36,7 @@ def find_method(method: Method | str) -> Method:
     return method
 
 
-def check_start(
-    model: nn.Module, example: Example, method: Method, population: Population, rounds: int
-) -> None:
+def check_start(model: nn.Module, example: Example, population: Population, rounds: int) -> None:
     """Refuses what no round could train, by running the model once on two of the first examples.
 
     Where the data are on other machines the model is run on the example.
@@ -57,8 +55,6 @@ def check_start(
     if labels is not None:
         _check_labels_fit(logits, labels)
     _check_classes(logits, population)
-    if method.starts_anew:
-        _warn_of_lost_values(model, method)
 
 
 def _check_trainable(model: nn.Module) -> None:
@@ -158,14 +154,14 @@ def _check_classes(logits: Tensor, population: Population) -> None:
         )
 
 
-def _warn_of_lost_values(model: nn.Module, method: Method) -> None:
-    """Says that values of the model are not used, if they are not what would be drawn anyway."""
-    name = find_given_value(model)
+def warn_of_lost_values(model: nn.Module, method: Method) -> None:
+    """Says that the model's values are not used, if they are not what would be drawn anyway."""
+    name = find_given_value(model) if method.starts_anew else None
     if name is not None:
         warnings.warn(
             f"{type(method).__name__} draws the initial values of its nets by the layers' "
             f"reset_parameters, so the model's own are not used ('{name}' has others); to start "
             "from them choose another method, such as HeteroFL; to draw others give the model a "
             "reset_parameters",
-            stacklevel=4,
+            stacklevel=3,
         )

@@ -30,7 +30,7 @@ from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Method, shares_weights
 from fedquilt.runs.checkpoint import file_hash, read_tensors, saved, write_tensors
 from fedquilt.runs.loop import Loop, Pace, Tolerance, Watch, ignore
-from fedquilt.runs.preflight import check_start, find_method
+from fedquilt.runs.preflight import check_start, find_method, warn_of_lost_values
 from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cut import build, load, source_name
 from fedquilt.structure.groups import Structure
@@ -291,7 +291,9 @@ def train(
     takes. The model given is left as it is.
     """
     method = find_method(method)
-    check_start(model, example, method, clients, rounds)
+    check_start(model, example, clients, rounds)
+    if not resume:
+        warn_of_lost_values(model, method)
     model = copy.deepcopy(model)
     found = structure or Structure.trace(model, example, exclude=exclude, blocks=blocks)
     folder = None if out is None else prepared(Path(out), resume=resume)
