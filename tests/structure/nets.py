@@ -21,6 +21,10 @@ IMAGE = torch.zeros(2, 3, 8, 8)
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 VECTOR = torch.zeros(2, 8)
 SERIES = torch.zeros(2, 2, 20)
+GRAPH = (  # features of six nodes, and from where to where an edge goes
+    torch.zeros(6, 4),
+    torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [1, 2, 3, 4, 5, 0, 3, 5]]),
+)
 CLASSES = 5
 
 
@@ -583,6 +587,152 @@ class Mixer(nn.Module):
         return self.fc((x + self.channels(self.norm2(x))).mean(1))
 
 
+class Pooled(nn.Module):
+    """ConvNeXt's end: images whose channels come last in memory are pooled to one place."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], width: int = 8) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, width, 3), norm(width)
+        self.fc = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+class Convolved(nn.Module):
+    """A graph convolution as PyTorch Geometric does it: messages along edges, brought together."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 10)
+        self.out = nn.Linear(10, CLASSES)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            messages = layer(x).index_select(0, edges[0])
+            x = F.relu(self.together(messages, edges[1], len(x)))
+        return self.out(x)
+
+    def together(self, messages: Tensor, to: Tensor, count: int) -> Tensor:
+        empty = messages.new_zeros(count, messages.shape[1])
+        if self.how == "index":
+            return empty.index_add(0, to, messages)
+        to = to.view(-1, 1).expand_as(messages)
+        if self.how == "sum":
+            return empty.scatter_add_(0, to, messages)
+        return empty.scatter_reduce(0, to, messages, "amax", include_self=False)
+
+
+class Attended(nn.Module):
+    """Graph attention: a softmax over the edges that end in one node."""
+
+    def __init__(self, heads: int = 2, dim: int = 6) -> None:
+        super().__init__()
+        self.heads = heads
+        self.lin = nn.Linear(4, heads * dim)
+        self.score = nn.Parameter(torch.randn(1, heads, dim))
+        self.out = nn.Linear(heads * dim, CLASSES)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        start, end = edges
+        x = self.lin(x).view(len(x), self.heads, -1)
+        score = (x * self.score).sum(-1)
+        score = F.leaky_relu(score[start] + score[end])
+        to = end[:, None].expand_as(score)
+        empty = score.new_zeros(len(x), self.heads)
+        most = empty.scatter_reduce(0, to, score, "amax", include_self=False)
+        share = (score - most.index_select(0, end)).exp()
+        share = share / empty.scatter_add(0, to, share)[end]
+        x = torch.zeros_like(x).index_add_(0, end, x[start] * share[..., None])
+        return self.out(F.elu(x).flatten(1))
+
+
+class Rows(nn.Module):
+    """Only some tokens are looked at, and written back by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(10, 8), nn.Linear(8, 8)
+        self.out = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, mask = self.embed(x), x != 5
+        states[mask] = F.relu(self.mix(states[mask]))
+        states[~mask] = 0.0
+        return self.out(states.sum(1))
+
+
+class Clipped(nn.Module):
+    """Masks that are computed, element by element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(8, 10), nn.Linear(10, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = torch.where(x > 0.5, x, torch.zeros_like(x)) + x.masked_fill(x < 0, 0.0)
+        y[y > 1] = 1.0
+        return self.out(y * (x > 0).any(0))
+
+
+class Picked(nn.Module):
+    """Places picked by several indices at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 8, 3), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, i = self.conv(x), torch.arange(3)
+        edge = x.permute(2, 0, 3, 1)[i, :, i + 1]  # the picked axis comes first
+        x = x[:, :, i, i + 1].mean(-1) + x[:, :, i[:, None], i].amax((2, 3)) + edge.mean(0)
+        return self.out(x)
+
+
+class Patches(nn.Module):
+    """Patches of an image, each a vector, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.mix = nn.Conv2d(3, 6, 1), nn.Linear(24, 20)
+        self.out = nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.unfold(self.conv(x), 2, stride=2).transpose(1, 2)
+        x = F.fold(F.relu(self.mix(x)).transpose(1, 2), (8, 8), 2, stride=2)
+        return self.out(x.unfold(2, 4, 4).amax((2, 3, 4)))
+
+
+class Maxout(nn.Module):
+    """The larger of every two neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(8, 12), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.first(x).view(len(x), -1, 2).max(-1).values)
+
+
+class Cbam(nn.Module):
+    """Gates from means and maxima, over places and then over channels."""
+
+    def __init__(self, width: int = 8, hidden: int = 4) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, width, 3)
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+        self.gate, self.fc = nn.Conv2d(2, 1, 3, padding=1), nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv(x))
+        x = x * torch.sigmoid(self.mlp(x.mean((2, 3))) + self.mlp(x.amax((2, 3))))[..., None, None]
+        both = torch.cat([x.mean(1, keepdim=True), x.max(1, keepdim=True)[0]], 1)
+        return self.fc((x * torch.sigmoid(self.gate(both))).mean((2, 3)))
+
+
 class Root(nn.Module):
     """Root-mean-square normalisation by hand."""
 
@@ -666,6 +816,15 @@ EXACT = {
     "one group a channel": Case(
         lambda: plain_cnn(lambda channels: nn.GroupNorm(channels, channels))
     ),
+    "channels last in memory": Case(lambda: Pooled(lambda width: nn.Identity())),
+    "graph, sums": Case(lambda: Convolved("sum"), GRAPH),
+    "graph, sums by index": Case(lambda: Convolved("index"), GRAPH),
+    "graph, maxima": Case(lambda: Convolved("max"), GRAPH),
+    "rows by a mask": Case(Rows, TOKENS),
+    "computed masks": Case(Clipped, VECTOR),
+    "several indices": Case(Picked),
+    "patches": Case(Patches),
+    "maxout": Case(Maxout, VECTOR),
     "instance norm": Case(lambda: plain_cnn(instance_norm(affine=True))),
     "bare instance norm": Case(lambda: plain_cnn(instance_norm(affine=False))),
 }
@@ -706,6 +865,15 @@ ACROSS = {
             p["tokens.0.weight"].shape[0],
             p["channels.0.weight"].shape[0],
         ),
+    ),
+    "graph attention": Case(Attended, GRAPH, lambda p: Attended(2, p["score"].shape[2])),
+    "gates from maxima": Case(
+        Cbam, IMAGE, lambda p: Cbam(p["conv.weight"].shape[0], p["mlp.0.weight"].shape[0])
+    ),
+    "channels last in memory, normalised": Case(
+        lambda: Pooled(nn.LayerNorm),
+        IMAGE,
+        lambda p: Pooled(nn.LayerNorm, p["conv.weight"].shape[0]),
     ),
     "layer norm": normed_mlp_case(nn.LayerNorm),
     "bare layer norm": normed_mlp_case(bare_layer_norm),

@@ -176,7 +176,8 @@ PLACED = {
     "turned": lambda x: x.roll(1, dims=1),
     "reversed": lambda x: x.flip(1),
     "picked": lambda x: x[:, [1, 0, 3, 2, 5, 4, 7, 6]],
-    "maximum": lambda x: x * x.amax(1, keepdim=True),
+    "place of the maximum": lambda x: x * x.argmax(1, keepdim=True),
+    "place beside the maximum": lambda x: x * x.max(1, keepdim=True).indices,
     "first of all": lambda x: x + x[:, :1],
 }
 
@@ -185,6 +186,17 @@ PLACED = {
 def test_channels_whose_place_matters_are_never_cut(name):
     structure = Structure.trace(Middle(PLACED[name]), VECTOR)
     assert structure.cut_groups() == ["first"]
+
+
+@pytest.mark.parametrize("how", ["amax", "max", "min", "median", "logsumexp", "prod"])
+def test_one_value_of_all_channels_does_not_depend_on_their_places(how):
+    def function(x: Tensor) -> Tensor:
+        found = getattr(x, how)(dim=1, keepdim=True)
+        return x * (found if isinstance(found, Tensor) else found.values)
+
+    structure = Structure.trace(Middle(function), VECTOR)
+    assert structure.cut_groups() == ["first", "hidden"]
+    assert not structure.is_exact  # a channel of zeros may be the largest
 
 
 def test_a_size_in_the_code_is_refused_with_the_place_and_the_remedy():

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fedquilt.errors import StructureError, UpdateError
 from fedquilt.federation.client import Update, called
-from fedquilt.structure.cut import Params, shapes, source_name
+from fedquilt.federation.constants import is_constant
+from fedquilt.structure.cut import Params, cells, shapes, source_name, view
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 
@@ -39,7 +40,7 @@ def _accept_part(
     who: str, subnet: Subnet, tensors: Params, structure: Structure, params: Params
 ) -> None:
     try:
-        where = shapes(structure, subnet)
+        where, index = shapes(structure, subnet), cells(structure, subnet)
     except StructureError as problem:
         raise UpdateError(f"{who} sent a subnet that does not fit: {problem}") from problem
     if set(tensors) != set(where):
@@ -59,16 +60,19 @@ def _accept_part(
             raise UpdateError(
                 f"{who} sent '{name}' as {tensors[name].dtype}, the model has {dtype}"
             )
-        _check_values(who, name, tensors[name])
+        new = tensors[name]
+        if not _is_sound(new):
+            new = new.masked_fill(is_constant(new, view(old, index[name])), 0)
+            _check_values(who, name, new)
+
+
+def _is_sound(tensor: Tensor) -> bool:
+    """Whether one read is enough to know: no value is above the norm, nor anything but finite."""
+    return not tensor.is_floating_point() or float(torch.linalg.vector_norm(tensor)) <= MOST_VALUE
 
 
 def _check_values(who: str, name: str, tensor: Tensor) -> None:
     """Refuses values that are not finite, or so large that a sum of them need not be."""
-    if not tensor.is_floating_point():
-        return
-    # one read: no value is above the norm, which is not finite if a value is not
-    if float(torch.linalg.vector_norm(tensor)) <= MOST_VALUE:
-        return
     if not bool(torch.isfinite(tensor).all()):
         raise UpdateError(
             f"{who} sent '{name}' with values that are not finite; its training diverged"

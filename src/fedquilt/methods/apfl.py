@@ -22,7 +22,7 @@ from typing import Literal
 from fedquilt.errors import BudgetError, ConfigError, UpdateError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods.method import Rounds, affordable, initial, merged
+from fedquilt.methods.method import Rounds, affordable, initial, merged, unable
 from fedquilt.ranges import Fraction
 from fedquilt.structure.budget import fit
 from fedquilt.structure.cost import Prices, cost
@@ -179,6 +179,18 @@ class APFL(FedPA):
             Phase("warm-up", self._rounds_before(setup) - 1, self.fraction, among=able),
             Phase("search", 1, 1.0),
             Phase("train", setup.rounds, self.fraction),
+        )
+
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """Everybody searches in the whole net, and the richest train it first."""
+        poor = {client.id for client in unable(setup, 1.0, Subnet())}
+        if not poor:
+            return None
+        trainers = poor & set(self.phases(setup)[0].among or ())
+        first = f", {len(trainers)} of them train it in the warm-up" if trainers else ""
+        return (
+            f"exceeds budgets: {len(poor)} of {len(setup.clients)} clients search the whole net "
+            f"for channels{first}, and can afford less"
         )
 
     def _rounds_before(self, setup: Setup) -> int:

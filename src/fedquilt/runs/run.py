@@ -30,6 +30,7 @@ from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Method, shares_weights
 from fedquilt.runs.checkpoint import file_hash, read_tensors, saved, write_tensors
 from fedquilt.runs.loop import Loop, Pace, Tolerance, Watch, ignore
+from fedquilt.runs.preflight import check_start, find_method, warn_of_lost_values
 from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cut import build, load, source_name
 from fedquilt.structure.groups import Structure
@@ -264,7 +265,7 @@ def _budget(width: float, limits: Mapping[str, int]) -> Budget:
 def train(
     model: nn.Module,
     example: Example,
-    method: Method,
+    method: Method | str,
     clients: Population,
     rounds: int,
     *,
@@ -283,13 +284,16 @@ def train(
 ) -> Run:
     """Trains a model over clients of any size.
 
-    ``example`` is an input like the clients' (its first axis is the batch). With ``out`` the run is
-    kept in that directory and can be resumed there. ``workers`` processes do the clients' work, one
-    per core by default; 0 means this process. ``exclude`` and ``blocks`` are what
-    ``Structure.trace`` takes. The model given is left as it is.
+    ``example`` is an input like the clients' (its first axis is the batch). ``method`` may be a
+    name, such as ``"heterofl"``: that method with its defaults. With ``out`` the run is kept in
+    that directory and can be resumed there. ``workers`` processes do the clients' work, one per
+    core by default; 0 means this process. ``exclude`` and ``blocks`` are what ``Structure.trace``
+    takes. The model given is left as it is.
     """
-    if rounds < 1:
-        raise ConfigError(f"a run has at least one round, got {rounds}")
+    method = find_method(method)
+    check_start(model, example, clients, rounds)
+    if not resume:
+        warn_of_lost_values(model, method)
     model = copy.deepcopy(model)
     found = structure or Structure.trace(model, example, exclude=exclude, blocks=blocks)
     folder = None if out is None else prepared(Path(out), resume=resume)

@@ -179,10 +179,13 @@ def _traces(
     model: nn.Module, example: Example, exclude: tuple[str, ...]
 ) -> Iterator[tuple[Choices, Structure, Trace]]:
     """Ways to settle what a trace leaves open, those that leave most to cut first."""
-    choices, structure, trace = _with_splits(model, example, exclude)
-    yield choices, structure, trace
+    first, structure, trace = _with_splits(model, example, exclude)
+    yield first, structure, trace
     for from_input in (False, True):
-        choices = replace(choices, one_number=True, from_input=from_input)
+        choices = replace(first, one_number=True, from_input=from_input)
+        yield choices, *traced(model, example, exclude, choices)
+    for reshapes in _kinds_of_splits(model, trace):
+        choices = replace(first, split_first=first.split_first ^ reshapes)
         yield choices, *traced(model, example, exclude, choices)
 
 
@@ -192,17 +195,22 @@ def _with_splits(
     """Where channels last came to nothing they may come first: kept if more can then be cut."""
     choices = Choices()
     structure, trace = traced(model, example, exclude, choices)
-    alike: dict[tuple[type, tuple[int, ...]], set[tuple[str, int]]] = {}
-    for split in trace.splits:
-        if not trace.channels.is_cut(split.labels):
-            kind = type(model.get_submodule(split.module))
-            alike.setdefault((kind, split.sizes), set()).add((split.module, split.number))
-    for reshapes in reversed(alike.values()):
+    frozen = [split for split in trace.splits if not trace.channels.is_cut(split.labels)]
+    for reshapes in reversed(_kinds_of_splits(model, replace(trace, splits=frozen))):
         other = replace(choices, split_first=choices.split_first | reshapes)
         found, seen = traced(model, example, exclude, other)
         if _cut_channels(found) > _cut_channels(structure):
             choices, structure, trace = other, found, seen
     return choices, structure, trace
+
+
+def _kinds_of_splits(model: nn.Module, trace: Trace) -> list[set[tuple[str, int]]]:
+    """The reshapes that had a choice; those of one kind of module into the same sizes together."""
+    alike: dict[tuple[type, tuple[int, ...]], set[tuple[str, int]]] = {}
+    for split in trace.splits:
+        kind = type(model.get_submodule(split.module))
+        alike.setdefault((kind, split.sizes), set()).add((split.module, split.number))
+    return list(alike.values())
 
 
 def _cut_channels(structure: Structure) -> int:

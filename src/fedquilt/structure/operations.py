@@ -35,6 +35,8 @@ class Call:
     equal_parts: bool = False  # parts that are listed by size, and equal, stay equal
     statistics: list[Tensor] = field(default_factory=list)  # running statistics it meets
     across: list[Labels] = field(default_factory=list)  # channels it computes across
+    places: list[tuple[Tensor, Labels]] = field(default_factory=list)
+    """Outputs that say at which of these channels something was found."""
     splits: list[tuple[Labels, tuple[int, ...]]] = field(default_factory=list)
     """Axes that it split into several of these sizes, of which each could carry the channels."""
 
@@ -134,7 +136,7 @@ def _uniform(call: Call) -> Sequence[Dims]:
 
 @rule("arange", "tril", "triu", "eye", "linspace", "tril_indices", "triu_indices")
 @rule("affine_grid_generator", "bucketize", "searchsorted", "randperm", "randint", "multinomial")
-@rule("size", "sym_size", "equal", "_local_scalar_dense", "is_same_size", "item", "any", "all")
+@rule("size", "sym_size", "equal", "_local_scalar_dense", "is_same_size", "item")
 def _constant(call: Call) -> Sequence[Dims]:
     for tensor in call.tensors():
         _freeze_all(call, tensor)
@@ -350,19 +352,12 @@ def _pad(call: Call) -> Sequence[Dims]:
     return [x]
 
 
-@rule("sum", "mean", "var", "std", "var_mean", "linalg_vector_norm", "norm")
-def _accumulate(call: Call) -> Sequence[Dims]:
-    return _reduce(call, follow=True)
-
-
-@rule("amax", "amin", "max", "min", "prod", "argmax", "argmin", "logsumexp", "median")
-def _select_one(call: Call) -> Sequence[Dims]:
-    if call.outputs and len(call.tensors()) > 1:
+@rule("sum", "mean", "var", "std", "var_mean", "linalg_vector_norm", "norm", "any", "all")
+@rule("amax", "amin", "max", "min", "prod", "logsumexp", "median", "argmax", "argmin")
+def _reduce(call: Call) -> Sequence[Dims]:
+    """One value of many, whatever their order; the place where it was found depends on it."""
+    if len(call.tensors()) > 1:
         return pointwise(call)  # max(a, b) is elementwise
-    return _reduce(call, follow=False)
-
-
-def _reduce(call: Call, *, follow: bool) -> Sequence[Dims]:
     source = call.tensors()[0]
     x = call.labels(source)
     given = call.arguments.get("dim")
@@ -370,10 +365,12 @@ def _reduce(call: Call, *, follow: bool) -> Sequence[Dims]:
         given = range(source.ndim)
     gone = {_axis(d, source.ndim) for d in ([given] if isinstance(given, int) else given)}
     for axis in gone:
-        if not follow:
-            call.channels.freeze(x[axis])
-        else:
-            call.cross(x[axis])
+        labels = x[axis]
+        if call.name in ("argmax", "argmin"):
+            call.channels.freeze(labels)
+        call.cross(labels)
+        if call.name in ("max", "min", "median") and labels is not None:
+            call.places.extend((out, labels) for out in call.outputs[1:])
     results: list[Dims] = []
     for out in call.outputs:
         kept = out.ndim == source.ndim
@@ -561,30 +558,55 @@ def _glu(call: Call) -> Sequence[Dims]:
     return [x]
 
 
-@rule("index", "index_select", "_index_put_impl", "index_put", "index_add", "index_copy")
+@rule("index", "_unsafe_index", "index_put", "_index_put_impl")
+def _index(call: Call) -> Sequence[Dims]:
+    """Rows picked or written by numbers or by masks: the axes that are not indexed pass."""
+    dims, values = call.labels(call.tensors()[0]), call.arguments.get("values")
+    used: list[int] = []
+    axis = rank = 0
+    for index in call["indices"]:
+        if index is None:
+            axis += 1
+            continue
+        is_mask = index.dtype in (torch.bool, torch.uint8)  # it covers as many axes as it has
+        rank = max(rank, 1 if is_mask else index.ndim)
+        if not (is_mask and values is not None and values.numel() == 1):
+            _freeze_all(call, index)  # else one value wherever the mask says so: elementwise
+        for labels in call.labels(index) if is_mask else [None]:
+            dims[axis] = call.channels.tie(dims[axis], labels)
+            used.append(axis)
+            axis += 1
+    are_neighbours = bool(used) and used[-1] - used[0] == len(used) - 1
+    rows = [labels for axis, labels in enumerate(dims) if axis not in used]
+    first = used[0] if are_neighbours else 0
+    rows[first:first] = [None] * rank
+    if values is None:
+        return [rows]
+    _write(call, rows, values)
+    return [dims]
+
+
+def _write(call: Call, rows: Dims, values: Tensor) -> None:
+    """Values that are written to rows have their channels, where they are not the same for all."""
+    for back, labels in enumerate(reversed(call.labels(values)), start=1):
+        row = rows[-back]
+        is_same = row is not None and values.shape[-back] == len(row)
+        call.channels.tie(row, labels) if is_same else call.channels.freeze(labels)
+
+
+@rule("index_select", "index_add", "index_copy", "index_reduce")
 def _rows(call: Call) -> Sequence[Dims]:
-    """Rows picked or written on one axis by one index: the other axes pass."""
-    source, given = call.tensors()[0], call.arguments
-    listed = [given["index"]] if "index" in given else given["indices"]
-    used = [i for i, index in enumerate(listed) if index is not None]
-    if len(used) != 1 or any(i.dtype == torch.bool for i in listed if i is not None):
-        return _freezing(call)
-    axis = _axis(given["dim"], source.ndim) if "dim" in given else used[0]
-    index = listed[used[0]]
-    dims = call.labels(source)
+    """Rows picked or written on one axis: the other axes pass."""
+    source, index = call.tensors()[0], call["index"]
+    dims, axis = call.labels(source), _axis(call["dim"], source.ndim)
     _freeze_all(call, index)
     labels, repeats = dims[axis], _repeats(index, source.shape[axis])
     if labels is not None and repeats and call.name == "index_select":
         return [[*dims[:axis], np.repeat(labels, repeats), *dims[axis + 1 :]]]
     call.channels.freeze(labels)
-    picked: Dims = [None] * (index.ndim if "indices" in given else 1)
-    rows = [*dims[:axis], *picked, *dims[axis + 1 :]]
-    written = given.get("values", given.get("source"))
-    if written is None:
-        return [rows]
-    for back, labels in enumerate(reversed(call.labels(written)), start=1):
-        call.channels.tie(rows[-back], labels)
     dims[axis] = None
+    if "source" in call.arguments:
+        _write(call, dims, call["source"])
     return [dims]
 
 
@@ -595,29 +617,97 @@ def _repeats(index: Tensor, size: int) -> int:
     return repeats if torch.equal(every, index.flatten().long()) else 0
 
 
-@rule("gather")
+@rule("gather", "scatter", "scatter_add", "scatter_reduce")
 def _gather(call: Call) -> Sequence[Dims]:
-    """Picks along one axis; on the others the index lies over its source."""
-    source, index = call["self"], call["index"]
-    dims = call.labels(source)
-    axis = _axis(call["dim"], source.ndim)
-    for i, labels in enumerate(call.labels(index)):
-        if i == axis or index.shape[i] != source.shape[i]:
-            call.channels.freeze(dims[i])
-            call.channels.freeze(labels)
-            dims[i] = None
-        else:
-            dims[i] = call.channels.tie(dims[i], labels)
+    """Picks or writes along one axis; on the others all tensors lie over each other."""
+    tensors = call.tensors()
+    dims = call.labels(tensors[0])
+    along = _axis(call["dim"], len(dims))
+    for axis, alike in enumerate(zip(*map(call.labels, tensors), strict=True)):
+        if axis == along or len({tensor.shape[axis] for tensor in tensors}) > 1:
+            alike = (None, *alike)
+        for labels in alike:
+            dims[axis] = call.channels.tie(dims[axis], labels)
     return [dims]
 
 
-@rule("scatter", "scatter_add", "masked_select", "scatter_reduce", "masked_scatter")
-@rule("nonzero", "one_hot", "bincount", "histc", "take", "unfold", "im2col", "col2im")
+@rule("as_strided")
+def _lay_out(call: Call) -> Sequence[Dims]:
+    """An axis passes if its positions lie in memory as they did, whatever the others do.
+
+    In place it says how memory is laid out: the sizes must be what they were.
+    """
+    source, out = call["self"], call.outputs[0]
+    given = call.labels(source)
+    start = out.storage_offset() - source.storage_offset()
+    old, new = ([*zip(t.shape, t.stride(), strict=True)] for t in (source, out))
+    is_dense = sum((n - 1) * stride for n, stride in old) + 1 == source.numel()
+    if not is_dense or [None if x is None else len(x) for x in given] != [
+        None if x is None else n for x, n in zip(given, source.shape, strict=False)
+    ]:
+        return _freezing(call)
+    dims: Dims = [None] * out.ndim
+    for axis, place in enumerate(new):
+        others = [*new[:axis], *new[axis + 1 :]]
+        if place in old and place[0] > 1 and _stays(*place, start, others):
+            dims[axis] = given[old.index(place)]
+    for labels in given:
+        if not any(labels is passed for passed in dims):
+            call.channels.freeze(labels)
+    return [dims]
+
+
+def _stays(size: int, stride: int, start: int, others: Sequence[tuple[int, int]]) -> bool:
+    """Whether a place on an axis stays the same wherever one goes on the others."""
+    if stride == 0 or start // stride % size:
+        return False
+    below = start % stride + sum((n - 1) * step for n, step in others if step < stride)
+    above = (step for n, step in others if step >= stride and n > 1)
+    return below < stride and all(step % (size * stride) == 0 for step in above)
+
+
+@rule("masked_select", "masked_scatter")
+@rule("nonzero", "one_hot", "bincount", "histc", "take")
 @rule("diagonal", "_cdist_forward", "repeat_interleave")
 def _freezing(call: Call) -> Sequence[Dims]:
     for tensor in call.tensors():
         _freeze_all(call, tensor)
     return _unlabelled(call.outputs)
+
+
+@rule("unfold")
+def _windows(call: Call) -> Sequence[Dims]:
+    """Windows along one axis, each of which becomes the last one."""
+    x = call.dims("self")
+    axis = _axis(call["dimension"], len(x))
+    call.channels.freeze(x[axis])
+    x[axis] = None
+    return [[*x, None]]
+
+
+@rule("im2col")
+def _patches(call: Call) -> Sequence[Dims]:
+    """(batch, channels, height, width) -> (batch, places of a patch for each channel, patches)."""
+    x = call.dims("self")
+    for labels in x[-2:]:
+        call.channels.freeze(labels)
+    labels = x[-3]
+    return [
+        [*x[:-3], None if labels is None else np.repeat(labels, prod(call["kernel_size"])), None]
+    ]
+
+
+@rule("col2im")
+def _image(call: Call) -> Sequence[Dims]:
+    """The other way; the places of a patch are of one channel."""
+    x, size = call.dims("self"), prod(call["kernel_size"])
+    call.channels.freeze(x[-1])
+    labels = x[-2]
+    if labels is not None:
+        parts = labels.reshape(-1, size)
+        call.channels.fold(parts.T.reshape(-1), size)
+        labels = parts[:, 0].copy()
+    return [[*x[:-2], labels, None, None]]
 
 
 @rule("pixel_shuffle")

@@ -148,6 +148,7 @@ class _Tracer(TorchDispatchMode):
         self.derived: list[tuple[Labels, list[Labels]]] = []  # reshaped axes, and what was given
         self.splits: list[Split] = []
         self.across: dict[str, list[Labels]] = {}
+        self.places: list[tuple[Tensor, Labels]] = []
         self.stack: list[str] = [""]
         self.model, self.exclude, self.choices = model, exclude, choices
         self.refusal: StructureError | None = None
@@ -257,6 +258,7 @@ class _Tracer(TorchDispatchMode):
         here = self.stack[-1]
         self.statistics |= {id(t) for t in call.statistics}
         self.across.setdefault(here, []).extend(call.across)
+        self.places.extend(call.places)
         seen = self.sizes.setdefault(here, [])
         for tensor, labels in [
             *((t, self.of(t)) for t in call.tensors()),
@@ -313,6 +315,10 @@ class _Tracer(TorchDispatchMode):
             if id(tensor) not in self.touched:
                 self._freeze(tensor)  # not used in this pass: shared whole
         outputs = list(tensors_in(output))
+        self.touched.update(map(id, outputs))
+        for tensor, channels in self.places:
+            if id(tensor) in self.touched:
+                self.channels.freeze(channels)  # it matters at which of them something is
         last: Labels | None = None
         for i, tensor in enumerate(outputs):
             dims = self.of(tensor)

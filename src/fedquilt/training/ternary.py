@@ -19,6 +19,7 @@ from torch import Tensor
 from fedquilt.errors import TrainingError
 from fedquilt.federation.boundary import Terms
 from fedquilt.federation.client import Client, Task, Update
+from fedquilt.federation.constants import is_constant
 from fedquilt.federation.golomb import Ternary, decoded, encoded, most_entries
 from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet
@@ -52,7 +53,8 @@ class TernarySGD:
         whole = (Subnet(),)
         update = self.sgd.run(replace(task, subnets=whole, params=start), bench)
         bench.own = (whole, update.params)
-        change = flattened(update.params[0]) - flattened(start)
+        old, new = flattened(start), flattened(update.params[0])
+        change = (new - old).masked_fill_(is_constant(new, old), 0)
         if RESIDUAL in kept:
             change += kept[RESIDUAL]
         if not bool(torch.isfinite(change).all()):
