@@ -77,10 +77,12 @@ def traffic(folder: Path) -> dict[str, float]:
     }
 
 
-def final_scores(folder: Path) -> tuple[SizeScore, ...]:
-    """The scores at the end of a finished run; none, if its records are gone."""
-    finals = [record for record in _lines(folder / "metrics.jsonl") if record.get("is_final")]
-    return tuple(SizeScore(**score) for score in finals[-1]["scores"]) if finals else ()
+def final_scores(folder: Path, round: int) -> tuple[SizeScore, ...]:
+    """The scores of the model after its last round; none, if there is no record of them."""
+    for record in _lines(folder / "metrics.jsonl"):
+        if record.get("is_final") and record["round"] == round:
+            return tuple(SizeScore(**score) for score in record["scores"])
+    return ()
 
 
 def milestones(folder: Path) -> Iterator[Milestone]:
