@@ -30,6 +30,10 @@ class CheckpointError(FedquiltError):
     """A run directory or checkpoint that cannot be read or written."""
 
 
+class DamageError(CheckpointError):
+    """A file of a run that is not what was written, or is not there."""
+
+
 class UpdateError(FedquiltError):
     """What a client sent back is not what it was asked for."""
 

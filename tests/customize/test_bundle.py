@@ -12,7 +12,7 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.customize import bundle
 from fedquilt.errors import CheckpointError
-from fedquilt.runs.checkpoint import file_hash
+from fedquilt.files import file_hash
 from fedquilt.structure.values import as_values, from_values
 
 PARAMS = {

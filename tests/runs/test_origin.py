@@ -72,15 +72,3 @@ def test_a_run_that_stayed_has_nothing_to_say(train, interrupting, tmp_path):
     run = train(tmp_path, resume=True, watch=seen.append)
     assert not [event for event in seen if isinstance(event, Moved)]
     assert run.about["origins"] == [origin()]
-
-
-def test_a_checkpoint_of_an_older_version_is_resumed_without_a_word(train, interrupting, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, watch=interrupting(RoundDone, 3))
-    for path in tmp_path.glob("checkpoints/*/state.json"):
-        about = json.loads(path.read_text())
-        del about["origins"]
-        path.write_text(json.dumps(about))
-    seen = []
-    train(tmp_path, resume=True, watch=seen.append)
-    assert not [event for event in seen if isinstance(event, Moved)]

@@ -7,19 +7,17 @@ model need not be traced again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedquilt.errors import CheckpointError
-from fedquilt.runs.checkpoint import file_hash, write_tensors, write_text
+from fedquilt.files import file_hash, tensor_hash, write_tensors, write_text
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.values import as_values, from_values
 
@@ -52,7 +50,7 @@ class StoredTensors(Mapping[str, Tensor]):
             raise KeyError(name)
         tensor: Tensor = self._file.get_tensor(name)
         if name in self._unchecked:
-            if _digest(tensor) != self._unchecked[name]:
+            if tensor_hash(tensor) != self._unchecked[name]:
                 raise self._damaged(f"'{name}' is")
             del self._unchecked[name]
         return tensor
@@ -103,7 +101,7 @@ def save(
             **about,
             "format": FORMAT,
             "version": VERSION,
-            "sha256": {name: _digest(tensor) for name, tensor in params.items()},
+            "sha256": {name: tensor_hash(tensor) for name, tensor in params.items()},
             "structure": file_hash(folder / "structure.json"),
         }
         write_text(folder / "bundle.json", json.dumps(written, indent=1, sort_keys=True))
@@ -145,11 +143,3 @@ def _structure(path: Path, digest: str) -> Structure:
         return from_values(json.loads(path.read_text()))
     except OSError as problem:
         raise CheckpointError(f"{path} cannot be read ({problem})") from problem
-
-
-def _digest(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor: what it is, and every bit of it."""
-    data = tensor.detach().cpu().contiguous()
-    found = hashlib.sha256(f"{data.dtype} {tuple(data.shape)}".encode())
-    found.update(data.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()

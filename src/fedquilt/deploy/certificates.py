@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedquilt.errors import ConfigError
-from fedquilt.runs.checkpoint import write_text
+from fedquilt.files import write_text
 
 LOOPBACK = ("localhost", "127.0.0.1")
 DAYS = 365  # that a certificate is good for

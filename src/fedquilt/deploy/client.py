@@ -120,6 +120,7 @@ class _Office:
             update, state = do_task(task, place.bench, place.state(envelope.state))
         if state is not None:
             write(place.states.path(place.client, envelope.next), state)
+            place.states.sync({place.client: envelope.next})  # the server will count on it
         written = {envelope.next} if state is not None else set()
         place.keep_only({*envelope.keep, *written})
         return letters.answer(update, place.bench.structure, envelope, kept=state is not None)

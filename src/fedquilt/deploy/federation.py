@@ -31,7 +31,7 @@ from fedquilt.config import as_value
 from fedquilt.deploy.connection import Connection, environment, executable
 from fedquilt.deploy.service import Service
 from fedquilt.errors import ConfigError, FederationError
-from fedquilt.runs.checkpoint import write_text
+from fedquilt.files import write_text
 
 if TYPE_CHECKING:
     from fedquilt.deploy.certificates import Certificates, NodeKey

@@ -29,8 +29,8 @@ from fedquilt.engines.flower.engine import FlowerEngine, Patience, Traffic
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.federation.client import SERVER
 from fedquilt.federation.state import Setup
+from fedquilt.files import write_text
 from fedquilt.report.progress import Lines
-from fedquilt.runs.checkpoint import write_text
 from fedquilt.runs.configured import begun
 from fedquilt.runs.run import Run
 

@@ -37,7 +37,7 @@ from fedquilt.deploy.measure import affordable
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import SERVER, Client
 from fedquilt.federation.state import Setup
-from fedquilt.runs.checkpoint import write_text
+from fedquilt.files import write_text
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.values import as_values, from_values
 

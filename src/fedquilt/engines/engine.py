@@ -39,7 +39,7 @@ class Engine(Protocol):
         ...
 
     def restore(self, kept: Mapping[int, int]) -> None:
-        """Goes back to these versions."""
+        """Goes back to these versions; a DamageError says which of them is not what it was."""
         ...
 
     def forget_others(self, *used: Mapping[int, int]) -> None:

@@ -81,7 +81,7 @@ class LocalEngine:
 
     def restore(self, kept: Mapping[int, int]) -> None:
         """Goes back to these versions of what clients keep."""
-        self._states.versions = dict(kept)
+        self._states.restore(kept)
 
     def forget_others(self, *used: Mapping[int, int]) -> None:
         """Removes what clients kept in versions that nobody needs any more."""

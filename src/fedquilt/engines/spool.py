@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import IO
 
-if sys.platform != "win32":
-    import fcntl
+from fedquilt.files import try_to_lock
+
+LONGEST_START = 3600.0  # seconds after which a folder is not one that somebody is about to lock
 
 
 class Spool:
@@ -24,7 +24,8 @@ class Spool:
         _remove_abandoned(parent)
         hidden = Path(tempfile.mkdtemp(prefix=".fedquilt-", dir=parent))
         self._lock = (hidden / "lock").open("w")
-        _try_to_lock(self._lock)
+        with contextlib.suppress(OSError):  # a file system without locks
+            try_to_lock(self._lock)
         self.folder = hidden.with_name(hidden.name.removeprefix("."))
         hidden.rename(self.folder)  # seen by others only now that it is locked
 
@@ -39,17 +40,12 @@ class Spool:
 
 
 def _remove_abandoned(parent: Path) -> None:
+    """Removes what processes left that were killed; those alive hold the locks of theirs."""
     for path in parent.glob("fedquilt-*"):
         with contextlib.suppress(OSError), (path / "lock").open("r+") as lock:
-            if _try_to_lock(lock):
+            if try_to_lock(lock):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _try_to_lock(file: IO[str]) -> bool:
-    if sys.platform == "win32":
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    for path in parent.glob(".fedquilt-*"):  # killed before it was locked
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - LONGEST_START:
+                shutil.rmtree(path, ignore_errors=True)

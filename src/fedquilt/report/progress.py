@@ -17,6 +17,7 @@ from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.federation.client import called
 from fedquilt.report.tables import percent
 from fedquilt.runs.loop import (
+    CheckpointDamaged,
     ClientDone,
     ClientProgress,
     Evaluated,
@@ -70,7 +71,7 @@ class Seen:
                 self.local = event.local_accuracy
             case Evaluated():
                 self.evaluated = event
-            case Saved() | Moved():
+            case Saved() | Moved() | CheckpointDamaged():
                 pass
 
     @property
@@ -131,7 +132,9 @@ class Watch:
         """Shows what an event changes."""
         self._seen.note(event)
         line = sentence(event, self._seen.total)
-        if line and (self._live is None or isinstance(event, ClientDone | Moved)):
+        if line and (
+            self._live is None or isinstance(event, ClientDone | Moved | CheckpointDamaged)
+        ):
             self._print(line)
         if self._live is not None:
             self._draw(self._live, is_due=not isinstance(event, ClientDone | ClientProgress))
@@ -188,6 +191,8 @@ def sentence(event: Event, total: int) -> str:
             return f"round {event.round}/{total}: {found}; it is done again"
         case Evaluated():
             return f"round {event.round}/{total}: accuracy {_accuracies(event.scores)}"
+        case CheckpointDamaged():
+            return f"{event.problem}; the run goes on from its checkpoint of round {event.round}"
         case Moved():
             return (
                 f"the run goes on after round {event.round}, but not where it was "

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from fedquilt.errors import DamageError
 from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.runs.records import METRICS, read_records, read_times
 
 
 @dataclass(frozen=True)
@@ -37,35 +39,58 @@ class LocalTest:
     clients: int  # how many
 
 
+Read = TypeVar("Read")
+
+
+def _of_known_shape(read: Callable[[Path], Read]) -> Callable[[Path], Read]:
+    """Refuses records that can be read but are not ours."""
+
+    @wraps(read)
+    def checked(folder: Path) -> Read:
+        try:
+            return read(folder)
+        except (AttributeError, KeyError, TypeError, ValueError) as problem:
+            raise DamageError(
+                f"{folder / METRICS} is damaged: its records are not of the shape that this "
+                "fedquilt writes"
+            ) from problem
+
+    return checked
+
+
+@_of_known_shape
 def local_tests(folder: Path) -> list[LocalTest]:
     """Every round in which clients tested their own models."""
     return [
         LocalTest(record["round"], record["phase"], fmean(local.values()), len(local))
-        for record in _lines(folder / "metrics.jsonl")
+        for record in read_records(folder)
         if (local := record.get("local"))
     ]
 
 
+@_of_known_shape
 def last_local(folder: Path) -> dict[int, float]:
     """What each client's own model got the last time that it was tested."""
     found: dict[int, float] = {}
-    for record in _lines(folder / "metrics.jsonl"):
+    for record in read_records(folder):
         found |= {int(client): value for client, value in record.get("local", {}).items()}
     return dict(sorted(found.items()))
 
 
+@_of_known_shape
 def bytes_sent(folder: Path) -> dict[int, float]:
     """What each client sent in a round in which it took part, in the mean; codes are short."""
     found: dict[int, list[int]] = {}
-    for record in _lines(folder / "metrics.jsonl"):
+    for record in read_records(folder):
         for client, count in record.get("sent", {}).items():
             found.setdefault(int(client), []).append(count)
     return {client: fmean(counts) for client, counts in sorted(found.items())}
 
 
+@_of_known_shape
 def traffic(folder: Path) -> dict[str, float]:
     """Bytes that a client sends and receives in a round of the last phase, in the mean."""
-    rounds = [record for record in _lines(folder / "metrics.jsonl") if "scores" not in record]
+    rounds = [record for record in read_records(folder) if "scores" not in record]
     rounds = [record for record in rounds if record["phase"] == rounds[-1]["phase"]]
     answered = sum(record["num_clients"] for record in rounds)
     asked = answered + sum(len(record["failures"]) for record in rounds)
@@ -77,34 +102,31 @@ def traffic(folder: Path) -> dict[str, float]:
     }
 
 
-def final_scores(folder: Path, round: int) -> tuple[SizeScore, ...]:
-    """The scores of the model after its last round; none, if there is no record of them."""
-    for record in _lines(folder / "metrics.jsonl"):
-        if record.get("is_final") and record["round"] == round:
-            return tuple(SizeScore(**score) for score in record["scores"])
-    return ()
+@_of_known_shape
+def final_scores(folder: Path) -> tuple[SizeScore, ...]:
+    """The scores at the end of a finished run; none, if its records are gone."""
+    finals = [record for record in read_records(folder) if record.get("is_final")]
+    return tuple(SizeScore(**score) for score in finals[-1]["scores"]) if finals else ()
 
 
-def milestones(folder: Path) -> Iterator[Milestone]:
+@_of_known_shape
+def milestones(folder: Path) -> list[Milestone]:
     """Every evaluation of a run, in order."""
+    found: list[Milestone] = []
     seconds, spent = 0.0, {0: 0.0}
-    for record in _lines(folder / "timing.jsonl"):
+    for record in read_times(folder):
         if record["event"] == "RoundDone":
             seconds += record["seconds"]
             spent[record["round"]] = seconds
     phase, sent = "", 0
-    for record in _lines(folder / "metrics.jsonl"):
+    for record in read_records(folder):
         if "scores" not in record:
             phase, sent = record["phase"], sent + record["bytes_down"] + record["bytes_up"]
         elif record["scores"]:
             score = max((SizeScore(**s) for s in record["scores"]), key=lambda s: s.width)
-            yield Milestone(
-                record["round"], phase, spent.get(record["round"], seconds), sent, score
-            )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+            spent_by_then = spent.get(record["round"], seconds)
+            found.append(Milestone(record["round"], phase, spent_by_then, sent, score))
+    return found
 
 
 Dated = TypeVar("Dated", Milestone, LocalTest)

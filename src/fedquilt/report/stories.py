@@ -27,6 +27,7 @@ from fedquilt.evaluation.targets import Reached, against, reached
 from fedquilt.report.page import Story
 from fedquilt.report.records import (
     bytes_sent,
+    final_scores,
     global_accuracy,
     in_last_phase,
     last_local,
@@ -41,15 +42,14 @@ def told(
     name: str, run: Run, population: Population | None = None, *, workers: int | None = None
 ) -> Story:
     """The story of a finished run; with its population, client by client too."""
+    assert run.folder is not None
     about = {"method": run.about["method"], "rounds": run.setup.rounds, "seed": run.seed}
-    places = [sorted(origin.items()) for origin in run.about.get("origins", ())]
-    origins = [" ".join(f"{k} {v}" for k, v in place) for place in places]
+    origins = [" ".join(f"{k} {v}" for k, v in o.items()) for o in run.about.get("origins", ())]
     about |= {"made with": ", then ".join(origins)} if origins else {}
-    recorded = {} if run.folder is None else _recorded(run.folder)
-    scores = recorded.pop("scores", ()) or run.scores
+    scores = _evaluated(run.folder) or final_scores(run.folder)
     chosen = run.state.chosen
     budgets = {c.id: c.budget for c in population.clients} if population is not None else {}
-    sent = recorded.pop("sent", {})
+    sent = bytes_sent(run.folder)
     clients = [
         replace(score, bytes_per_round=sent.get(score.client, score.bytes_per_round))
         for score in (run.by_client(population, workers=workers) if population is not None else [])
@@ -60,7 +60,8 @@ def told(
         name,
         about,
         scores,
-        clients=clients,
+        list(milestones(run.folder)),
+        clients,
         steps=step_sizes(run.setup, run.method, run.state),
         weights=mean_weights(run.setup, run.method, run.state),
         architectures=own,
@@ -68,9 +69,11 @@ def told(
         nets=nets,
         mean_costs=mean_costs(nets),
         mean_shares=mean_shares(run.whole or run.setup, nets),
+        traffic=traffic(run.folder),
         rates=rates(run.setup.structure, own),
         layers=layer_costs(run.setup, chosen),
-        **recorded,
+        local_tests=local_tests(run.folder),
+        local=last_local(run.folder),
     )
     if population is None:
         return story
@@ -82,18 +85,6 @@ def told(
         compressions=small,
         correlation=correlation(small),
     )
-
-
-def _recorded(folder: Path) -> dict[str, Any]:
-    """What a run's directory tells of its rounds."""
-    return {
-        "scores": _evaluated(folder),
-        "sent": bytes_sent(folder),
-        "progress": list(milestones(folder)),
-        "traffic": traffic(folder),
-        "local_tests": local_tests(folder),
-        "local": last_local(folder),
-    }
 
 
 def compared(stories: Sequence[Story], targets: Sequence[float]) -> list[Story]:

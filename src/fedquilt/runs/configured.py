@@ -26,11 +26,11 @@ from fedquilt.data.source import Source
 from fedquilt.engines.worker import Timeouts
 from fedquilt.errors import CheckpointError, ConfigError, DataError
 from fedquilt.federation.state import Setup
+from fedquilt.files import locked, write_text
 from fedquilt.methods.method import Method
 from fedquilt.models.pretrained import Matched, load_pretrained
 from fedquilt.runs import checkpoint
 from fedquilt.runs.loop import Pace, Tolerance, Watch, refuse_other_rounds
-from fedquilt.runs.preflight import check_start
 from fedquilt.runs.run import (
     MakeEngine,
     Run,
@@ -81,13 +81,13 @@ def begun(
     """
     described = {"config": config.model_dump(mode="json")} if named else {}
     model, method = whole.model, method_of(config)
-    check_start(model, whole.example, population, config.rounds)  # before anything is written
     if config.model.weights is not None and not resume:  # a resumed run has its initial values
         tell(_pretrained(model, method, config))
-    if resume and (last := last_checkpoint(folder)) is not None:
+    if resume:  # refused before anything is written
         setup = method.prepared(whole)
-        done = checkpoint.load(last, fingerprint(setup, method))
-        refuse_other_rounds(done.state, method, setup)  # before anything is written
+        done = checkpoint.load_newest(folder / "checkpoints", fingerprint(setup, method))
+        if done is not None:
+            refuse_other_rounds(done.state, method, setup)
     _remember(config, folder, resume=resume)
     timeouts = Timeouts(config.run.heartbeat, config.run.deadline)
     return lambda watch: train(
@@ -126,7 +126,8 @@ def _remember(config: Config, folder: Path, *, resume: bool) -> None:
     """Writes the settings into the run's directory."""
     try:
         prepared(folder, resume=resume)
-        checkpoint.write_text(folder / "config.toml", as_toml(config))
+        with locked(folder):
+            write_text(folder / "config.toml", as_toml(config))
     except OSError as problem:
         raise CheckpointError(f"{folder} cannot hold a run ({problem})") from problem
 

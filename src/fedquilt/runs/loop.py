@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -14,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.engines.engine import Engine, nobody
-from fedquilt.errors import CheckpointError, ConfigError, TrainingError
+from fedquilt.engines.kept import KeptStates
+from fedquilt.errors import CheckpointError, ConfigError, DamageError, TrainingError, UpdateError
 from fedquilt.evaluation.accuracy import SizeScore, evaluate
-from fedquilt.federation.boundary import EXAMPLES, LOSS, MOST_LOSS, admit
 from fedquilt.federation.client import Failure, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State, sample
+from fedquilt.federation.update import accept
 from fedquilt.methods.method import Method
 from fedquilt.runs import checkpoint
 from fedquilt.runs.checkpoint import Checkpoint
 from fedquilt.runs.origin import Origin, change, origin
+from fedquilt.runs.records import Records
 from fedquilt.structure.cut import Params, shapes
+from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training.tested import RIGHT, TESTED, Tested
@@ -93,7 +95,7 @@ class RoundLost:
 class Evaluated:
     """The model has been finished and evaluated after a round; ``is_final`` at the run's end.
 
-    Failures are those of the closing phases and of clients that tested; bytes those of the former.
+    Failures and bytes are those of the closing phases.
     """
 
     round: int
@@ -121,8 +123,24 @@ class Moved:
     change: str
 
 
+@dataclass(frozen=True)
+class CheckpointDamaged:
+    """The newest checkpoint cannot be used, so that the run goes on after this earlier round."""
+
+    round: int
+    problem: str
+
+
 Event = (
-    RoundStarted | ClientProgress | ClientDone | RoundDone | RoundLost | Evaluated | Saved | Moved
+    RoundStarted
+    | ClientProgress
+    | ClientDone
+    | RoundDone
+    | RoundLost
+    | Evaluated
+    | Saved
+    | Moved
+    | CheckpointDamaged
 )
 Watch = Callable[[Event], None]
 
@@ -173,11 +191,14 @@ class Loop:
     tolerance: Tolerance = field(default_factory=Tolerance)
     origins: tuple[Origin, ...] = field(default_factory=lambda: (origin(),), init=False)
 
+    def __post_init__(self) -> None:
+        self._records = None if self.folder is None else Records(self.folder)
+        self._kept = None if self.folder is None else KeptStates(self.folder / "clients")
+
     def run(self, *, resume: bool = False) -> tuple[State, tuple[SizeScore, ...]]:
         """Trains to the last round; the finished state and its scores."""
-        done = self._resumed() if resume else self._started()
+        done, is_evaluated = self._resumed() if resume else (self._started(), False)
         last_saved = done.state.round
-        is_evaluated = self._trim_records(last_saved)
         total = num_rounds(self.method, self.setup)
         try:
             if not is_evaluated:  # stopped after the round, before its evaluation was recorded
@@ -239,7 +260,7 @@ class Loop:
         total = num_rounds(self.method, self.setup)
         self.watch(RoundStarted(number, phase.name, len(tasks), total))
         opened = partial(self.method.opened, self.setup, state)
-        ledger = _Ledger(self.setup, state.params, self.watch, opened)
+        ledger = _Ledger(self.setup.structure, state.params, self.watch, opened)
         sent = Counter(subnet for task in tasks for subnet in task.subnets)
         ledger.bytes_down = sum(num_bytes(self.setup, s) * count for s, count in sent.items())
         whole = (task.params.values() for task in tasks if not task.subnets)
@@ -247,7 +268,7 @@ class Loop:
         self.engine.tell = lambda client, done: self.watch(ClientProgress(client, done))
         needed = {"enough": phase.needed(self.setup.clients)} if spare else {}
         results = self.engine.run(tasks, **needed)
-        merged = self.method.merge(self.setup, state, ledger.accepted(tasks, results))
+        merged = self.method.merge(self.setup, state, ledger.accepted(results))
         self.engine.tell = nobody  # whoever evaluates is not one of the round's clients
         return merged, ledger
 
@@ -277,7 +298,6 @@ class Loop:
         """The finished state, and its scores."""
         started = time.perf_counter()
         finished, ledgers = self._finished(state)
-        failures = [failure for ledger in ledgers for failure in ledger.failures]
         scores = tuple(
             evaluate(
                 self.setup,
@@ -286,13 +306,12 @@ class Loop:
                 self.engine,
                 held_out=self.held_out,
                 testers=self.testers,
-                tell=failures.append,
             )
         )
         done = Evaluated(
             finished.round,
             scores,
-            tuple(failures),
+            tuple(failure for ledger in ledgers for failure in ledger.failures),
             sum(ledger.bytes_down for ledger in ledgers),
             sum(ledger.bytes_up for ledger in ledgers),
             is_final,
@@ -302,10 +321,18 @@ class Loop:
         return finished, scores
 
     def _save(self, done: Checkpoint) -> None:
-        if self.folder is not None:
-            done = replace(done, origins=self.origins)
-            path = checkpoint.save(self.folder / "checkpoints", done, self.fingerprint)
-            self.watch(Saved(done.state.round, path))
+        if self.folder is None or self._kept is None or self._records is None:
+            return
+        try:  # what the checkpoint names is on the disk before it is
+            self._kept.sync(done.kept)
+            done = replace(done, origins=self.origins, records=self._records.mark())
+        except OSError as problem:
+            raise CheckpointError(
+                f"what belongs to round {done.state.round} could not be written to {self.folder} "
+                f"({problem}); make room and resume"
+            ) from problem
+        path = checkpoint.save(self.folder / "checkpoints", done, self.fingerprint)
+        self.watch(Saved(done.state.round, path))
 
     def _forget_old_states(self, done: Checkpoint) -> None:
         """Of what clients keep, only this round's versions and the checkpoints' are needed."""
@@ -316,33 +343,52 @@ class Loop:
     def _started(self) -> Checkpoint:
         return Checkpoint(self.method.start(self.setup), self.engine.kept())
 
-    def _resumed(self) -> Checkpoint:
+    def _resumed(self) -> tuple[Checkpoint, bool]:
+        """Where the run goes on, and whether that round was evaluated."""
         assert self.folder is not None
-        found = checkpoint.saved(self.folder / "checkpoints")
-        if not found:
-            return self._started()  # stopped before the first checkpoint
+        assert self._records is not None
         checkpoint.tidy(self.folder / "checkpoints")
-        restored = checkpoint.load(found[-1], self.fingerprint)
-        refuse_other_rounds(restored.state, self.method, self.setup)
-        self.engine.restore(restored.kept)
-        self._forget_old_states(restored)
-        self._note_origin(restored)
-        return restored
+        paths = checkpoint.saved(self.folder / "checkpoints")
+        damaged: dict[Path, DamageError] = {}
+        for path in reversed(paths):
+            try:
+                restored = checkpoint.load(path, self.fingerprint)
+                refuse_other_rounds(restored.state, self.method, self.setup)
+                self.engine.restore(restored.kept)
+                is_evaluated = self._records.cut_back(restored.records)
+            except DamageError as problem:
+                damaged[path] = problem
+                continue
+            self._forget_damaged(damaged, restored)
+            self._forget_old_states(restored)
+            self._note_origin(restored)
+            return restored, is_evaluated
+        if paths:
+            newest, *_ = damaged.values()
+            raise CheckpointError(
+                f"{newest}; no earlier checkpoint can be used: start the run anew"
+            ) from newest
+        self._records.cut_back(None)
+        return self._started(), False  # stopped before the first checkpoint
+
+    def _forget_damaged(self, damaged: Mapping[Path, DamageError], restored: Checkpoint) -> None:
+        """Says what cannot be used, and removes it: it would be in the way of the next ones."""
+        for path, problem in damaged.items():
+            self.watch(CheckpointDamaged(restored.state.round, str(problem)))
+            checkpoint.discard(path)
 
     def _note_origin(self, restored: Checkpoint) -> None:
         """Remembers where the run has been, and says so if that is not where it is now."""
         (here,) = self.origins
-        if not restored.origins:  # of a version that did not remember
-            return
         self.origins = restored.origins
         if changed := change(restored.origins[-1], here):
             self.origins += (here,)
             self.watch(Moved(restored.state.round, changed))
 
     def _record(self, event: RoundDone | Evaluated) -> None:
-        """Appends to the run's records; times apart, so that records of equal runs are equal."""
+        """Adds to the run's records; times apart, so that records of equal runs are equal."""
         self.watch(event)
-        if self.folder is None:
+        if self._records is None:
             return
         record: dict[str, Any] = asdict(event)
         timing = {
@@ -350,37 +396,7 @@ class Loop:
             "event": type(event).__name__,
             "seconds": record.pop("seconds"),
         }
-        try:
-            for name, line in (("metrics.jsonl", record), ("timing.jsonl", timing)):
-                with (self.folder / name).open("a") as file:
-                    file.write(json.dumps(line, sort_keys=True) + "\n")
-        except OSError as problem:
-            raise CheckpointError(
-                f"the records of round {event.round} could not be written to {self.folder} "
-                f"({problem}); make room and resume"
-            ) from problem
-
-    def _trim_records(self, round: int) -> bool:
-        """Forgets records of rounds that will be done again; whether this one was evaluated."""
-        path = None if self.folder is None else self.folder / "metrics.jsonl"
-        if path is None or not path.exists():
-            return False
-        kept, is_evaluated = [], False
-        for line in path.read_text().splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                break  # cut off in the middle of a line
-            if record["round"] <= round and not record.get("is_final"):
-                kept.append(line + "\n")
-                is_evaluated |= record["round"] == round and "scores" in record
-        try:
-            checkpoint.write_text(path, "".join(kept))
-        except OSError as problem:
-            raise CheckpointError(
-                f"{path} could not be written ({problem}); make room and resume"
-            ) from problem
-        return is_evaluated
+        self._records.add(record, timing)
 
 
 def num_rounds(method: Method, setup: Setup) -> int:
@@ -421,9 +437,9 @@ class _Ledger:
     """Lets good updates through, refuses bad ones, and counts both."""
 
     def __init__(
-        self, setup: Setup, params: Params, watch: Watch, opened: Callable[[Update], Update]
+        self, structure: Structure, params: Params, watch: Watch, opened: Callable[[Update], Update]
     ) -> None:
-        self._setup, self._params, self._watch = setup, params, watch
+        self._structure, self._params, self._watch = structure, params, watch
         self._opened = opened
         self.failures: list[Failure] = []
         self.num_accepted = 0
@@ -432,33 +448,32 @@ class _Ledger:
         self._loss = self._examples = 0.0
         self.local: dict[int, float] = {}
 
-    def accepted(
-        self, tasks: Sequence[Task], results: Iterable[Update | Failure]
-    ) -> Iterator[Update]:
+    def accepted(self, results: Iterable[Update | Failure]) -> Iterator[Update]:
         """The updates that were asked for, as they come."""
-        for task, result in zip(tasks, results, strict=True):
-            update = admit(self._setup, task, result, self._params, self._opened)
-            if isinstance(update, Failure):
-                self.failures.append(update)
-                self._watch(ClientDone(update.client, update.reason))
+        for result in results:
+            checked = self._checked(result)
+            if isinstance(checked, Failure):
+                self.failures.append(checked)
+                self._watch(ClientDone(checked.client, checked.reason))
                 continue
-            assert isinstance(result, Update)
             self.num_accepted += 1
-            self._note(update)
-            self.sent[update.client] += sum(
-                t.nbytes for part in result.params for t in part.values()
-            )
-            self._watch(ClientDone(update.client))
-            yield update
+            if "loss" in checked.metrics:
+                self._loss += checked.metrics["loss"] * checked.metrics["examples"]
+                self._examples += checked.metrics["examples"]
+            if checked.metrics.get(TESTED):
+                self.local[checked.client] = checked.metrics[RIGHT] / checked.metrics[TESTED]
+            self._watch(ClientDone(checked.client))
+            yield checked
 
-    def _note(self, update: Update) -> None:
-        """What the client reports; a loss that is no number is not averaged with those that are."""
-        metrics = update.metrics
-        if LOSS in metrics and abs(metrics[LOSS]) <= MOST_LOSS:
-            self._loss += metrics[LOSS] * metrics[EXAMPLES]
-            self._examples += metrics[EXAMPLES]
-        if metrics.get(TESTED):
-            self.local[update.client] = metrics[RIGHT] / metrics[TESTED]
+    def _checked(self, result: Update | Failure) -> Update | Failure:
+        if isinstance(result, Failure):
+            return result
+        try:
+            checked = accept(self._opened(result), self._structure, self._params)
+        except UpdateError as problem:
+            return Failure(result.client, str(problem))
+        self.sent[result.client] += sum(t.nbytes for part in result.params for t in part.values())
+        return checked
 
     @property
     def bytes_up(self) -> int:

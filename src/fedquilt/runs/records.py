@@ -1,0 +1,159 @@
+"""What a run writes down about itself: added to, cut back to a checkpoint, known by hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedquilt.errors import CheckpointError, DamageError
+from fedquilt.files import sync, write_text
+
+METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
+Mark = Mapping[str, Any]  # the number of bytes of the records so far, and their SHA-256
+
+
+class Records:
+    """``metrics.jsonl``, the same bytes for the same run, and ``timing.jsonl``, in a folder.
+
+    The second has times, which differ, and the hash of every line of the first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metrics, self._timing = folder / METRICS, folder / TIMING
+        self._hash, self._size = hashlib.sha256(), 0
+        self._mark = self._here()
+
+    def add(self, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
+        """Appends a record of a round, or of an evaluation after it, and what it took."""
+        line = _line(record)
+        times = _line({**timing, "sha256": _hash(line)})
+        try:
+            for path, text in ((self._metrics, line), (self._timing, times)):
+                with path.open("ab") as file:
+                    file.write(text)
+        except OSError as problem:
+            raise CheckpointError(
+                f"the records of round {record['round']} could not be written to {self._folder} "
+                f"({problem}); make room and resume"
+            ) from problem
+        self._hash.update(line)
+        self._size += len(line)
+        if "scores" not in record:
+            self._mark = self._here()
+
+    def mark(self) -> Mark:
+        """The records up to that of the last round, all of which are on the disk now."""
+        for path in (self._metrics, self._timing):
+            if path.exists():
+                sync(path)
+        return self._mark
+
+    def _here(self) -> Mark:
+        return {"bytes": self._size, "sha256": self._hash.hexdigest()}
+
+    def cut_back(self, mark: Mark | None) -> bool:
+        """Forgets records behind a mark, but for an evaluation; whether there was one.
+
+        Without a mark all is forgotten. Raises a DamageError, before anything is changed, if the
+        records are not those that were marked. Records that are gone are not missed.
+        """
+        try:
+            found = self._metrics.read_bytes() if self._metrics.exists() else b""
+            kept = b"" if mark is None or not found else self._marked(found, mark)
+            line, end, _ = found[len(kept) :].partition(b"\n")
+            line += end
+            is_evaluated = mark is not None and _is_evaluation(line) and self._is_known(line)
+            self._hash, self._size = hashlib.sha256(kept), len(kept)
+            self._mark = self._here()
+            if is_evaluated:
+                kept += line
+                self._hash.update(line)
+                self._size += len(line)
+            if found:
+                write_text(self._metrics, kept.decode())
+            self._mend_timing()
+        except OSError as problem:
+            raise CheckpointError(
+                f"{self._metrics} could not be written ({problem}); make room and resume"
+            ) from problem
+        return is_evaluated
+
+    def _marked(self, found: bytes, mark: Mark) -> bytes:
+        kept = found[: mark["bytes"]]
+        if len(kept) < mark["bytes"] or _hash(kept) != mark["sha256"]:
+            raise DamageError(
+                f"{self._metrics} is damaged: its records are not those that were written; restore "
+                "it, or remove it to go on without them"
+            )
+        return kept
+
+    def _is_known(self, line: bytes) -> bool:
+        return _hash(line) in (known_hashes(self._folder) or ())
+
+    def _mend_timing(self) -> None:
+        """Ends the last line, of which a process that was killed may have written a part."""
+        if self._timing.exists():
+            text = self._timing.read_text(errors="replace")
+            if text and not text.endswith("\n"):
+                write_text(self._timing, text[: text.rfind("\n") + 1])
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run, each compared with its hash; none if they are gone.
+
+    Runs of earlier versions have no hashes, and are believed.
+    """
+    path = folder / METRICS
+    known = known_hashes(folder)
+    records = []
+    for number, line in enumerate(_read_lines(path), 1):
+        record = _parsed(line)
+        if record is None or (known is not None and _hash(line) not in known):
+            raise DamageError(f"{path} is damaged: its line {number} is not what was written")
+        records.append(record)
+    return records
+
+
+def read_times(folder: Path) -> list[dict[str, Any]]:
+    """What rounds and evaluations took; lines that cannot be read are left out."""
+    return [times for line in _read_lines(folder / TIMING) if (times := _parsed(line)) is not None]
+
+
+def known_hashes(folder: Path) -> set[str] | None:
+    """The hashes of all lines of the records; None: of a version without them."""
+    hashes = {times["sha256"] for times in read_times(folder) if "sha256" in times}
+    return hashes or None
+
+
+def _read_lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be read ({problem})") from problem
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_one = isinstance(record, dict) and isinstance(record.get("round"), int)
+    return record if is_one else None
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, sort_keys=True) + "\n").encode()
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _is_evaluation(line: bytes) -> bool:
+    """Whether a line records an evaluation, but not the one at the run's end."""
+    record = _parsed(line) or {}
+    return "scores" in record and not record.get("is_final")
