@@ -321,6 +321,15 @@ def test_evaluate_gives_the_scores_of_the_end_of_training(finished):
         assert f"{100 * accuracy:.1f}%" in trained.out
 
 
+def test_a_model_that_cannot_be_trained_is_refused_and_leaves_no_folder(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(NET + "\ndef small(in_channels):\n    return net(in_channels, 3)\n")
+    out = tmp_path / "run"
+    result = fedquilt("train", "--model", f"{path}:small", "--out", out)
+    assert_refused(result, "labels go up to 9", "the model has 3 outputs")
+    assert not out.exists()
+
+
 def test_evaluate_takes_other_widths_and_other_data(finished, tmp_path):
     path = tmp_path / "mine.npz"
     images = np.arange(40 * 64, dtype=np.uint8).reshape(40, 8, 8)

@@ -32,6 +32,7 @@ from fedquilt.methods import (
     standalone,
 )
 from fedquilt.models.pretrained import load_pretrained
+from fedquilt.report.runs import report  # shadows the package, which stays importable
 from fedquilt.runs.loop import Pace
 from fedquilt.runs.run import Run, open_run, train
 from fedquilt.structure.budget import Budget, fit
@@ -93,6 +94,7 @@ __all__ = [
     "lg_fedavg",
     "load_pretrained",
     "open_run",
+    "report",
     "standalone",
     "take",
     "train",

@@ -7,7 +7,7 @@ import torch
 
 from fedquilt.errors import UpdateError
 from fedquilt.federation.client import Update
-from fedquilt.federation.update import accept
+from fedquilt.federation.update import MOST_VALUE, accept
 from fedquilt.structure.cut import take
 from fedquilt.structure.subnet import Subnet
 
@@ -24,11 +24,14 @@ def test_what_was_asked_for_is_accepted_as_it_is(params, structure):
         assert accept(update, structure, params) is update
 
 
-def test_large_finite_values_are_accepted_although_their_sum_overflows(params, structure):
+def test_values_are_refused_of_which_a_sum_may_overflow_and_no_others(params, structure):
     update = good(params, structure)
-    update.params[0]["a"].fill_(3e38)
-    assert not update.params[0]["a"].sum().isfinite()
+    update.params[0]["a"].fill_(-MOST_VALUE)
+    assert update.params[0]["a"].norm() > MOST_VALUE
     assert accept(update, structure, params) is update
+    update.params[0]["a"][1, 2] = 2 * MOST_VALUE
+    with pytest.raises(UpdateError, match=r"client 4 sent 'a' with values up to 2e\+18"):
+        accept(update, structure, params)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -11,6 +11,7 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Task
+from fedquilt.structure.budget import Budget
 from fedquilt.structure.cut import take
 from fedquilt.training.descent import one_thread
 from fedquilt.training.recipe import Workbench
@@ -130,7 +131,7 @@ def test_lg_fedavg_shares_the_classifier_alone(world, optimiser, same):
 
 
 def test_lg_fedavg_goes_on_from_the_shared_classifier_and_its_own_layers(world, optimiser, same):
-    method = fq.lg_fedavg(replace(optimiser, lr=0.0, weight_decay=0), fraction=1.0)
+    method = fq.lg_fedavg(replace(optimiser, lr=1e-30, weight_decay=0), fraction=1.0)
     training = fq.lg_fedavg(optimiser, fraction=1.0)
     with world.engine() as engine:
         state = world.round(training, world.start(training), engine)
@@ -149,3 +150,42 @@ def test_any_part_of_a_model_can_be_shared_but_it_must_exist(world, optimiser):
     assert sorted(names) == ["classifier.bias", "features.3.bias", "features.3.weight"]
     with pytest.raises(ConfigError, match=r"'head\.\*' is shared but names no tensor"):
         fq.lg_fedavg(optimiser, shared=("head.*",)).start(world.setup)
+
+
+# budgets
+
+
+@pytest.mark.parametrize(
+    "make", [fq.FedAvg, fq.standalone, fq.lg_fedavg, fq.fedavg_at, fq.fedavg_oat]
+)
+def test_within_budgets_all_train_the_width_that_all_can_afford(world, make):
+    ignoring, keeping = make(), make(within_budgets=True)
+    said = ignoring.exceeds_budgets(ignoring.prepared(world.setup))
+    assert "the whole net is trained, and 3 of 4 clients can afford less" in said
+    setup = keeping.prepared(world.setup)
+    assert keeping.exceeds_budgets(setup) is None
+    assert keeping.sizes(setup) == (0.25,)  # the smallest budget
+    prepared = make(width=0.25).prepared(world.setup)
+    assert setup.structure.shapes == prepared.structure.shapes
+    state = replace(keeping.start(setup), phase="train")
+    tasks = keeping.plan(setup, state, setup.clients)
+    expected = make(width=0.25).plan(prepared, state, prepared.clients)
+    assert [task.subnets for task in tasks] == [task.subnets for task in expected]
+
+
+def test_within_budgets_a_smaller_width_stays(world):
+    assert fq.FedAvg(width=0.125, within_budgets=True).sizes(world.setup) == (0.125,)
+
+
+def test_physical_limits_are_budgets_too(world):
+    whole = fq.cost(world.setup.model, world.setup.structure, fq.Subnet(), world.setup.example)
+    rich, poor = (
+        replace(world.setup.clients[0], id=i, budget=Budget(params=whole.params - i))
+        for i in range(2)
+    )
+    setup = world.with_clients(rich, poor).setup
+    assert "1 of 2 clients" in fq.FedAvg().exceeds_budgets(setup)
+    (width,) = fq.FedAvg(within_budgets=True).sizes(setup)
+    subnet = setup.structure.subnet(width)
+    assert poor.budget.allows(fq.cost(setup.model, setup.structure, subnet, setup.example))
+    assert fq.FedAvg(within_budgets=True).exceeds_budgets(setup) is None

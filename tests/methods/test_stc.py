@@ -35,7 +35,7 @@ def method(optimiser):
 @pytest.fixture
 def home(world, method):
     """The world as the method prepares it."""
-    clients = (replace(c, num_examples=12 + 3 * c.id) for c in world.setup.clients)
+    clients = (replace(c, num_examples=16 + 3 * c.id) for c in world.setup.clients)
     return world.with_clients(*clients).prepared(method)
 
 
@@ -367,8 +367,10 @@ def test_integers_stay_and_other_numbers_are_refused(world, method):
     run = fq.train(model, example, method, world.people, 3, workers=0)
     assert run.state.params["shift"].equal(model.shift)
     assert not run.state.params["second.weight"].equal(model.second.weight)
+    x, y = world.people.train[0].batch(torch.arange(4))
+    people = fq.clients((x.double(), y), count=1)
     with pytest.raises(ConfigError, match=r"'first\.weight' is torch\.float64; .*\.float\(\)"):
-        fq.train(Numbered(torch.float64), example.double(), method, world.people, 1, workers=0)
+        fq.train(Numbered(torch.float64), example.double(), method, people, 1, workers=0)
 
 
 def test_the_whole_model_comes_out(world, method):

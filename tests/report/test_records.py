@@ -22,18 +22,19 @@ from fedquilt.report.records import (
 SCORE = SizeScore(1.0, 100, 1000, 0.9, None, 0.3, 50)
 
 
-def test_final_scores_are_the_last_that_are_final(tmp_path):
+def test_final_scores_are_those_of_the_last_round(tmp_path):
     records = [
         {"round": 1, "scores": [], "is_final": False},
         {"round": 1, "loss": 0.5},
         {"round": 2, "scores": [asdict(SCORE)], "is_final": True},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    assert final_scores(tmp_path) == (SCORE,)
+    assert final_scores(tmp_path, 2) == (SCORE,)
+    assert final_scores(tmp_path, 3) == ()  # a model of another round than was scored
 
 
 def test_without_records_there_are_no_scores(tmp_path):
-    assert final_scores(tmp_path) == ()
+    assert final_scores(tmp_path, 2) == ()
     assert list(milestones(tmp_path)) == []
     assert (local_tests(tmp_path), last_local(tmp_path), traffic(tmp_path)) == ([], {}, {})
     assert bytes_sent(tmp_path) == {}

@@ -173,7 +173,11 @@ def test_no_bit_of_what_clients_keep_is_believed_when_it_is_another(tmp_path):
 # what a report reads
 
 
-@pytest.mark.parametrize("read", [final_scores, local_tests, last_local, milestones, traffic])
+def finals(folder, round=1):
+    return final_scores(folder, round)
+
+
+@pytest.mark.parametrize("read", [finals, local_tests, last_local, milestones, traffic])
 @pytest.mark.parametrize("line", ["[1, 2]", "7", '{"round": 1', '{"round": "x"}', "[" * 100_000])
 def test_records_of_another_kind_are_refused_in_a_sentence(tmp_path, read, line):
     (tmp_path / "metrics.jsonl").write_text('{"round": 1, "scores": []}\n' + line + "\n")
@@ -184,8 +188,8 @@ def test_records_of_another_kind_are_refused_in_a_sentence(tmp_path, read, line)
 @pytest.mark.parametrize(
     ("read", "record"),
     [
-        (final_scores, {"round": 1, "scores": [{"size": 3}], "is_final": True}),
-        (final_scores, {"round": 1, "scores": 3, "is_final": True}),
+        (finals, {"round": 1, "scores": [{"size": 3}], "is_final": True}),
+        (finals, {"round": 1, "scores": 3, "is_final": True}),
         (milestones, {"round": 1}),
         (local_tests, {"round": 1, "local": [3]}),
         (traffic, {"round": 1, "phase": "x"}),
@@ -200,9 +204,9 @@ def test_records_of_another_shape_are_refused_in_a_sentence(tmp_path, read, reco
 def test_a_number_that_was_changed_in_a_finished_runs_records_is_noticed(half_done, run):
     folder = run.with_name("finished")
     shutil.copytree(half_done / "whole", folder)
-    assert final_scores(folder)
+    assert finals(folder, 7)
     flip_digit_in_line(folder / "metrics.jsonl", 3)
-    for read in (final_scores, local_tests, milestones):
+    for read in (finals, local_tests, milestones):
         with pytest.raises(DamageError, match="line 4 is not what was written"):
             read(folder)
 

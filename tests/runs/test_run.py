@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -186,8 +187,34 @@ def test_an_opened_run_gives_the_same_models_and_scores(train, traced, people, t
     for width in (1.0, 0.5):
         one, other = (r.customize(width).state_dict() for r in (run, again))
         assert all(other[n].equal(t) for n, t in one.items())
+    assert again.scores == run.scores
     assert again.evaluate(people, workers=0) == list(run.scores)
     assert run.evaluate(workers=0) == list(run.scores)
+
+
+def test_a_run_is_opened_by_a_string_with_its_clients_and_the_name_of_its_method(
+    train, traced, people, tmp_path
+):
+    run = train(tmp_path / "run", method="fedavg")
+    again = fq.open_run(str(tmp_path / "run"), traced[0], "fedavg", clients=people)
+    assert again.method == run.method
+    assert again.scores == run.scores
+    assert again.evaluate(workers=0) == list(run.scores)
+
+
+def test_a_run_tells_itself_in_a_few_lines(train, traced, people, tmp_path):
+    run = train(tmp_path / "run")
+    head, *lines = repr(run).splitlines()
+    assert head == f"Run of HeteroFL, 5 rounds, seed 2, in {tmp_path / 'run'}"
+    assert lines == [
+        f"  width {s.width:g}: {s.params:,} parameters, accuracy {s.accuracy:.1%}"
+        for s in run.scores
+    ]
+    assert repr(fq.open_run(tmp_path / "run", traced[0], run.method)) == repr(run)
+    parts = list(people.train.values())
+    alone = train(clients=fq.clients(parts, test=parts), rounds=1)  # the server has no test data
+    assert repr(alone).splitlines()[0] == "Run of HeteroFL, 1 round, seed 2"
+    assert re.search(r"parameters, (user|local) accuracy \d", repr(alone))
 
 
 @pytest.mark.parametrize("make", [fq.standalone, fq.lg_fedavg])

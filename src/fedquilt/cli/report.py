@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +12,9 @@ from fedquilt.cli.console import console_for, print_json, say
 from fedquilt.cli.options import AsJson, Workers
 from fedquilt.config import population_of, source_of
 from fedquilt.evaluation.targets import checked_target
-from fedquilt.report.page import write as write_report
-from fedquilt.report.stories import compared, told
+from fedquilt.report.runs import report as write_report
 from fedquilt.runs.configured import as_trained, config_of, opened
+from fedquilt.runs.run import Run
 
 EXAMPLE = "fedquilt report runs/fedavg runs/adds --target 0.4 --target 0.5 --out report"
 
@@ -46,17 +47,16 @@ def report(
     it is distributed. With --target: rounds to an accuracy, and how many times as fast as the first
     run.
     """
-    targets = [checked_target(accuracy) for accuracy in target or ()]
-    stories = []
-    for folder in folders:
-        run = opened(folder)
-        people = None
-        if clients:
-            config = config_of(run.about)
-            people = population_of(config, as_trained(run, source_of(config)))
-        stories.append(told(folder.name, run, people, workers=workers))
-    page = write_report(out, compared(stories, targets))
+    targets = [checked_target(accuracy) for accuracy in target or ()]  # before a run is read
+    runs = [_with_clients(opened(folder)) if clients else opened(folder) for folder in folders]
+    page = write_report(runs, out, targets=targets, clients=clients, workers=workers)
     if as_json:
         print_json({"page": str(page), "data": str(page.parent / "report.json")})
     else:
         say(console_for(), f"wrote {page}")
+
+
+def _with_clients(run: Run) -> Run:
+    """The run with the clients that it was trained with, made from its settings."""
+    config = config_of(run.about)
+    return replace(run, population=population_of(config, as_trained(run, source_of(config))))

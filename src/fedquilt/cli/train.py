@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +23,6 @@ from fedquilt.deploy.launch import ENGINES, place_of, spelled_out, trained
 from fedquilt.errors import CheckpointError, ConfigError, unknown
 from fedquilt.models.pretrained import Matched
 from fedquilt.report.progress import Watch
-from fedquilt.report.records import final_scores
 from fedquilt.runs.configured import is_finished, opened, ready, rounds_done
 from fedquilt.runs.run import Run
 
@@ -197,7 +195,7 @@ def _refuse_other_settings(before: Config, config: Config, folder: Path) -> None
 
 def _as_it_is(folder: Path, config: Config, console: Console) -> Run:
     say(console, f"{folder} is finished: all of its {config.rounds} rounds are done")
-    return replace(opened(folder), scores=final_scores(folder))
+    return opened(folder)
 
 
 def _watched(

@@ -47,6 +47,14 @@ class ClientData(Protocol):
         """The same kind of data with some rows only."""
 
 
+def num_targets(data: ClientData) -> int:
+    """How many answers there are to give: one an example, or one at every position of each."""
+    if not len(data):
+        return 0
+    _, y = data.batch(torch.zeros(1, dtype=torch.int64))
+    return len(data) * y.numel()
+
+
 @dataclass(frozen=True)
 class Normalise:
     """Shift and scale per channel: (x - mean) / std for x in [0, 1]."""
@@ -366,7 +374,8 @@ def _as_label(value: object) -> int:
     if number.size != 1 or number.dtype.kind not in "iu":
         raise DataError(
             f"a label must be one class number, got {value!r}; "
-            "give the dataset a target_transform that returns an int"
+            "give the dataset a target_transform that returns an int, such as argmax of a one-hot "
+            "one"
         )
     return int(number.item())
 
@@ -414,7 +423,8 @@ def _from_pair(inputs: Tensor | npt.NDArray[np.generic], labels: object) -> Exam
         dtype = getattr(labels, "dtype", None)
         raise DataError(
             f"labels must be one integer per input, got {dtype} with shape "
-            f"{tuple(getattr(labels, 'shape', ()))}; convert them to int64 class numbers"
+            f"{tuple(getattr(labels, 'shape', ()))}; convert them to int64 class numbers, one-hot "
+            "ones with labels.argmax(1)"
         )
     refuse_not_finite(tensor, "inputs")
     return Examples(tensor, classes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.data.examples import ClientData, Joined, as_examples
+from fedquilt.data.examples import ClientData, Joined, as_examples, num_targets
 from fedquilt.data.partition import (
     Indices,
     Numbers,
@@ -265,11 +265,12 @@ def _population(
         parted = [_parted(examples, validation) for examples in train]
         train = [first for first, _ in parted]
         held_back = {i: last for i, (_, last) in enumerate(parted) if len(last)}
+    test = {i: examples for i, examples in enumerate(tests) if len(examples)}
+    targets = [num_targets(test[i]) if i in test else 0 for i in range(len(train))]
     found = tuple(
-        Client(i, len(examples), examples.label_set, budget, group)
+        Client(i, len(examples), examples.label_set, budget, group, targets[i])
         for i, (examples, budget, group) in enumerate(zip(train, dealt, groups, strict=True))
     )
-    test = {i: examples for i, examples in enumerate(tests) if len(examples)}
     if shared is not None:
         test[SERVER] = shared
     return Population(found, dict(enumerate(train)), test, held_back)

@@ -6,7 +6,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from fedquilt.deploy.app import write_app
 from fedquilt.deploy.connection import Connection
 from fedquilt.deploy.federation import NAME, Federation, NodeConfig, Value, about, require_flower
 from fedquilt.errors import ConfigError, FederationError, TrainingError
-from fedquilt.report.records import final_scores
 from fedquilt.runs.configured import opened
 from fedquilt.runs.run import Run, last_checkpoint, prepared
 from fedquilt.structure.budget import Budget
@@ -126,7 +125,7 @@ def trained(
             raise type(problem)(f"{problem}{_remedy(folder)}") from problem
     if not (folder / "model").is_dir():
         return None
-    return replace(opened(folder), scores=final_scores(folder))
+    return opened(folder)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedquilt.files import read_sealed, sync, write_sealed
 
@@ -71,6 +71,22 @@ def read(path: Path | None) -> dict[str, Tensor] | None:
     return None if path is None else read_sealed(path)
 
 
-def is_sound(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a state may be kept: a diverged client goes on from its last sound one."""
-    return all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())
+def is_sound(tensors: Mapping[str, Tensor], model: nn.Module) -> bool:
+    """Whether a state may be kept: a diverged client goes on from its last sound one.
+
+    Constants of the model that are infinite, such as the -inf of a mask, are no sign of that.
+    """
+    diverged = {name for name, tensor in tensors.items() if not _is_finite(tensor)}
+    if not diverged:
+        return True
+    constants = {name for name, tensor in model.named_buffers() if not _is_finite(tensor)}
+    return all(_plain(name) in constants and not tensors[name].isnan().any() for name in diverged)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _plain(name: str) -> str:
+    """A tensor's name in the model, without what says whose and of what time it is."""
+    return name.rpartition("/")[2].partition("@")[0]

@@ -118,7 +118,7 @@ def do_task(
     if listener is not None:
         listener.end()
     kept = bench.to_keep
-    return update, kept if kept is not None and is_sound(kept) else None
+    return update, kept if kept is not None and is_sound(kept, bench.model) else None
 
 
 class _Listener:

@@ -21,11 +21,12 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedquilt.engines.engine import Engine
 from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.federation.boundary import admit
 from fedquilt.federation.client import SERVER, Client, Failure, Task, Update, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import Method, shares_weights
@@ -69,10 +70,12 @@ def evaluate(
     widths: tuple[float, ...] | None = None,
     robustness: tuple[float, ...] = (),
     attack: PGD | None = None,
+    tell: Callable[[Failure], None] = lambda failure: None,
 ) -> list[SizeScore]:
     """Scores of a finished state, largest size first, at one robustness after another.
 
-    ``held_out`` says whether the server has data, ``testers`` which clients have.
+    ``held_out`` says whether the server has data, ``testers`` which clients have. ``tell`` hears of
+    clients that gave no usable result, without which the scores are.
     """
     if robustness and not has_dial(setup.model):
         raise ConfigError(NO_DIAL)
@@ -88,11 +91,12 @@ def evaluate(
     by_clients = bool(testers and method.home and shares_weights(setup, method))
     shared = _held_out_tasks(setup, state, subnets, recipe) if held_out and not by_clients else []
     own = [_own_task(state, c, subnets, recipe) for c in setup.clients if c.id in testers]
-    results = list(engine.run([*shared, *own]))
+    results = list(_admitted(setup, state, engine, [*shared, *own]))
     on_shared, on_own = results[: len(shared)], results[len(shared) :]
-    for result in on_shared:
+    _refuse_unknown(on_shared)
+    for result in results:
         if isinstance(result, Failure):
-            raise TrainingError(f"the held-out data could not be evaluated: {result.reason}")
+            tell(result)
     answered = [r for r in on_own if isinstance(r, Update)]  # clients that failed are left out
     points = [(r, w, m) for r in robustness or (None,) for w, m in zip(sizes, mixes, strict=True)]
     personal = _mean_over_clients(answered, "hits", len(mixes)) if not robustness else None
@@ -106,6 +110,26 @@ def evaluate(
         )
         for i, (dial, width, mix) in enumerate(points)
     ]
+
+
+def _admitted(
+    setup: Setup, state: State, engine: Engine, tasks: Sequence[Task]
+) -> Iterator[Update | Failure]:
+    """What came of the tasks; counts that cannot be are failures."""
+    for task, result in zip(tasks, engine.run(tasks), strict=True):
+        yield admit(setup, task, result, state.params)
+
+
+def _refuse_unknown(on_shared: Sequence[Update | Failure]) -> None:
+    """Refuses scores on held-out data of which the server misses a part, or that nobody has seen.
+
+    A client whose own model was to answer, and did not, is left out like any other.
+    """
+    failures = [result for result in on_shared if isinstance(result, Failure)]
+    ours = [failure for failure in failures if failure.client == SERVER]
+    if ours or (failures and len(failures) == len(on_shared)):
+        reason = (ours or failures)[0].reason
+        raise TrainingError(f"the held-out data could not be evaluated: {reason}")
 
 
 def _own_task(state: State, client: Client, subnets: tuple[Subnet, ...], recipe: Evaluate) -> Task:
@@ -152,7 +176,7 @@ def accuracy_by_client(
     tasks = [Task(c, mix, state.params, recipe, _seed(c)) for c in testers]
     return {
         result.client: result.metrics["hits:0"] / result.metrics["examples"]
-        for result in engine.run(tasks)
+        for result in _admitted(setup, state, engine, tasks)
         if isinstance(result, Update)
     }
 
@@ -190,8 +214,15 @@ def _share(
     if not count:
         return None, None, 0
     hits = sum(a.metrics.get(f"{kind}:{point}", 0.0) for a in listed)  # a part may be empty
-    loss = sum(a.metrics.get(f"loss:{point}", 0.0) for a in listed)
-    return hits / count, loss / count if math.isfinite(loss) else None, count
+    return hits / count, _loss(listed, f"loss:{point}"), count
+
+
+def _loss(listed: Sequence[Update], name: str) -> float | None:
+    """The mean over examples; a client's that is no number is left out, unless all are."""
+    known = [a for a in listed if a.client == SERVER or math.isfinite(a.metrics.get(name, 0.0))]
+    count = sum(int(a.metrics["examples"]) for a in known)
+    loss = sum(a.metrics.get(name, 0.0) for a in known)
+    return loss / count if count and math.isfinite(loss) else None
 
 
 def _perplexity(results: Iterable[Update | Failure], loss: float | None) -> float | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedquilt.federation.client import Update
+from fedquilt.federation.constants import keep_constants
 from fedquilt.structure.cut import WHOLE, Index, Params, cells, put, source_name, view
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
@@ -28,7 +29,8 @@ def average(params: Params, structure: Structure, updates: Iterable[Update]) -> 
     change stays the same to the last bit. Updates are taken one at a time and never kept.
 
     Running statistics are averaged like any other cell, if they are part of the subnet. Integer
-    and boolean tensors (counters, masks) are never averaged: the server's stay.
+    and boolean tensors (counters, masks) are never averaged, nor are cells that are not finite (the
+    -inf of a mask): the server's stay.
     """
     mean = Mean(params, structure)
     for update in updates:
@@ -124,7 +126,9 @@ class Mean:
             for place in _places(self._structure, subnet):
                 holders.setdefault(place.target, []).append((place, weight))
         for target in list(self._sums):
-            averaged[target] = self._averaged(self._sums.pop(target), holders[target])
+            found = self._sums.pop(target)
+            new = self._averaged(found, holders[target])
+            averaged[target] = keep_constants(new, self._old(found.first))
         return averaged
 
     def _averaged(self, found: _Sum, holders: Sequence[tuple[_Place, float]]) -> Tensor:

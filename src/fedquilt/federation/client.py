@@ -39,6 +39,9 @@ class Client:
     labels: tuple[int, ...] = ()  # classes it has
     budget: Budget = field(default_factory=Budget)
     group: str = field(default="", repr=False)  # where its data come from, such as a domain
+    num_tests: int | None = field(
+        default=None, repr=False
+    )  # targets to test on; None: nobody knows
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from fedquilt.errors import StructureError, UpdateError
 from fedquilt.federation.client import Update, called
-from fedquilt.structure.cut import Params, shapes, source_name
+from fedquilt.federation.constants import is_constant
+from fedquilt.structure.cut import Params, cells, shapes, source_name, view
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
+
+MOST_VALUE = 1e18  # times any weight, and summed over any number of clients, it is still a float32
 
 
 def accept(update: Update, structure: Structure, params: Params) -> Update:
@@ -37,7 +40,7 @@ def _accept_part(
     who: str, subnet: Subnet, tensors: Params, structure: Structure, params: Params
 ) -> None:
     try:
-        where = shapes(structure, subnet)
+        where, index = shapes(structure, subnet), cells(structure, subnet)
     except StructureError as problem:
         raise UpdateError(f"{who} sent a subnet that does not fit: {problem}") from problem
     if set(tensors) != set(where):
@@ -57,14 +60,26 @@ def _accept_part(
             raise UpdateError(
                 f"{who} sent '{name}' as {tensors[name].dtype}, the model has {dtype}"
             )
-        if not _is_finite(tensors[name]):
-            raise UpdateError(
-                f"{who} sent '{name}' with values that are not finite; its training diverged"
-            )
+        new = tensors[name]
+        if not _is_sound(new):
+            new = new.masked_fill(is_constant(new, view(old, index[name])), 0)
+            _check_values(who, name, new)
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point():
-        return True
-    # one read: a sum is finite unless a value is not, or finite values overflow it
-    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
+def _is_sound(tensor: Tensor) -> bool:
+    """Whether one read is enough to know: no value is above the norm, nor anything but finite."""
+    return not tensor.is_floating_point() or float(torch.linalg.vector_norm(tensor)) <= MOST_VALUE
+
+
+def _check_values(who: str, name: str, tensor: Tensor) -> None:
+    """Refuses values that are not finite, or so large that a sum of them need not be."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise UpdateError(
+            f"{who} sent '{name}' with values that are not finite; its training diverged"
+        )
+    largest = float(tensor.abs().max())
+    if largest > MOST_VALUE:
+        raise UpdateError(
+            f"{who} sent '{name}' with values up to {largest:.0e}, and {MOST_VALUE:.0e} is the "
+            "most; its training diverged"
+        )

@@ -18,7 +18,7 @@ from functools import lru_cache
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, alike, merged, without_tracking
+from fedquilt.methods.method import Rounds, alike, ignored_budgets, merged, without_tracking
 from fedquilt.ranges import Fraction
 from fedquilt.training import relevance
 from fedquilt.training.bilevel import Bilevel, Importance
@@ -83,6 +83,10 @@ class ADDS(Rounds):
         if self.importance == "lrp":
             relevance.refuse(setup.model, setup.structure, _sampled(setup), setup.example)
         return setup
+
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """Subnets are chosen within the whole net, which every client is sent and trains."""
+        return ignored_budgets(setup)
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Algorithm 1, line 3: the supernet for every client."""

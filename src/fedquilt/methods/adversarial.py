@@ -23,6 +23,7 @@ def fedavg_at(
     epsilon: float = 8 / 255,
     steps: int = 7,
     statistics: Literal["tracked", "batch"] = "tracked",
+    within_budgets: bool = False,
 ) -> FedAvg:
     """FedAvg that minimises (1 - share) · clean loss + share · loss under attack."""
     return FedAvg(
@@ -31,6 +32,7 @@ def fedavg_at(
         width,
         statistics=statistics,
         objective=Adversarial(PGD(epsilon=epsilon, steps=steps), share),
+        within_budgets=within_budgets,
     )
 
 
@@ -40,6 +42,7 @@ def fedavg_oat(
     width: float = 1.0,
     epsilon: float = 8 / 255,
     steps: int = 7,
+    within_budgets: bool = False,
 ) -> FedAvg:
     """FedAvg with layers conditioned on λ, which is drawn anew for every batch."""
     return FedAvg(
@@ -48,4 +51,5 @@ def fedavg_oat(
         width,
         objective=OnceForAll(PGD(epsilon=epsilon, steps=steps)),
         conditional=True,
+        within_budgets=within_budgets,
     )

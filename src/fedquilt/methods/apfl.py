@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
-from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.errors import BudgetError, ConfigError, UpdateError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods.method import Rounds, affordable, initial, merged
+from fedquilt.methods.method import Rounds, affordable, initial, merged, unable
 from fedquilt.ranges import Fraction
 from fedquilt.structure.budget import fit
 from fedquilt.structure.cost import Prices, cost
@@ -181,6 +181,18 @@ class APFL(FedPA):
             Phase("train", setup.rounds, self.fraction),
         )
 
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """Everybody searches in the whole net, and the richest train it first."""
+        poor = {client.id for client in unable(setup, 1.0, Subnet())}
+        if not poor:
+            return None
+        trainers = poor & set(self.phases(setup)[0].among or ())
+        first = f", {len(trainers)} of them train it in the warm-up" if trainers else ""
+        return (
+            f"exceeds budgets: {len(poor)} of {len(setup.clients)} clients search the whole net "
+            f"for channels{first}, and can afford less"
+        )
+
     def _rounds_before(self, setup: Setup) -> int:
         """Rounds of warm-up and search."""
         return round(self.warm_up * setup.rounds) + 1
@@ -192,7 +204,7 @@ class APFL(FedPA):
         """The user's model as it is; budgets that no architecture meets are refused."""
         limited = [client for client in setup.clients if not client.budget.is_width_alone]
         if limited:
-            prices = Prices(setup.model, setup.structure, setup.example, home=self.home)
+            prices = _prices(setup)
         for client in limited:
             try:
                 Limits.of(self._search(setup, client), prices, setup.structure)
@@ -251,6 +263,18 @@ class APFL(FedPA):
             lazy=self.lazy,
         )
 
+    def opened(self, setup: Setup, state: State, update: Update) -> Update:
+        """The update as it is; an architecture beyond its client's budget is refused."""
+        client = next((c for c in setup.clients if c.id == update.client), None)
+        if state.phase == "search" and client is not None and update.subnets:
+            limits = Limits.of(self._search(setup, client), _prices(setup), setup.structure)
+            if not limits.are_met(update.subnets[0].shape):
+                raise UpdateError(
+                    f"client {client.id} sent an architecture beyond its {client.budget}: it costs "
+                    f"{_prices(setup)(update.subnets[0].shape)}"
+                )
+        return update
+
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Line 9: the mean, weighted by data. After the search: who has which architecture.
 
@@ -265,6 +289,12 @@ class APFL(FedPA):
             params=state.params if self.inherit else initial(setup).params,
             chosen={c.id: self.architecture(setup, state, c) for c in setup.clients},
         )
+
+
+@lru_cache(maxsize=16)
+def _prices(setup: Setup) -> Prices:
+    """What architectures cost; statistics do not travel."""
+    return Prices(setup.model, setup.structure, setup.example, home=HOME)
 
 
 @lru_cache(maxsize=16)

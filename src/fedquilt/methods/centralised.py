@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fedquilt.federation.client import EVERYONE, Client, Task, seed_of
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds
+from fedquilt.methods.method import Rounds, ignored_budgets
 from fedquilt.ranges import Fraction
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
@@ -27,6 +27,10 @@ class Centralised(Rounds):
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(epochs=1, clip=None))
     fraction: Fraction = 1.0
+
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """The whole net is trained, whatever clients can afford."""
+        return ignored_budgets(setup)
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """One task, whatever the cohort."""

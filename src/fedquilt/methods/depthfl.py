@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
@@ -58,6 +58,7 @@ class DepthFL(Rounds):
     ramp_rounds: int = 300
     only_last: bool = False
     feddyn: float = 0.0
+    size_kind = "exits"
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
@@ -67,10 +68,18 @@ class DepthFL(Rounds):
         if not 0 <= self.feddyn < math.inf:
             raise ConfigError(f"feddyn is α of FedDyn, such as 0.1, or 0, got {self.feddyn}")
 
+    def usual_budgets(self, model: nn.Module) -> tuple[float, ...]:
+        """As many clients of each depth, as in the paper."""
+        return depths(len(self._places(model)) + 1)
+
+    def _places(self, model: nn.Module) -> tuple[str, ...]:
+        """The modules that exits are behind."""
+        return natural_exits(model) if self.at is None else self.at
+
     def prepared(self, setup: Setup) -> Setup:
         """The user's model with exits; an exit is what may be skipped, and no width is cut."""
         net = copy.deepcopy(setup.model)
-        at = natural_exits(net) if self.at is None else self.at
+        at = self._places(net)
         with torch.random.fork_rng(devices=[]):  # its heads are the same if it is resumed
             torch.default_generator.manual_seed(seed_of(setup.seed, 0, 0, 1))
             model = MultiExit(net, at, setup.example)
@@ -136,8 +145,7 @@ class DepthFL(Rounds):
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """Depths as fractions of the number of exits, the whole first."""
-        count = len(setup.structure.blocks) + 1
-        return tuple(depth / count for depth in range(count, 0, -1))
+        return depths(len(setup.structure.blocks) + 1)
 
     def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """One subnet, which answers with the mean of its exits."""
@@ -154,3 +162,12 @@ class DepthFL(Rounds):
                 f"{size:g}"
             )
         return Subnet().skipping(*exits[: count - depth])
+
+
+def depths(count: int) -> tuple[float, ...]:
+    """The sizes of a net with so many exits, its own among them.
+
+    >>> depths(4)
+    (1.0, 0.75, 0.5, 0.25)
+    """
+    return tuple(depth / count for depth in range(count, 0, -1))

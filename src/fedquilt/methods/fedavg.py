@@ -15,8 +15,15 @@ import torch
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, seed_of
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, initial, without_tracking
+from fedquilt.methods.method import (
+    Rounds,
+    budget_sizes,
+    ignored_budgets,
+    initial,
+    without_tracking,
+)
 from fedquilt.ranges import Fraction
+from fedquilt.structure.budget import Budget
 from fedquilt.structure.cut import build
 from fedquilt.training.conditional import conditional
 from fedquilt.training.descent import Optimiser
@@ -31,6 +38,8 @@ class FedAvg(Rounds):
     Running statistics of batch normalisation are averaged like weights, or with
     ``statistics="batch"`` there are none and every batch is normalised by itself, also in use.
     ``conditional`` puts in layers whose work depends on the robustness asked for (OAT).
+    Budgets are ignored, unless ``within_budgets``: then the width is at most what all clients can
+    afford.
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
@@ -40,17 +49,32 @@ class FedAvg(Rounds):
     statistics: Literal["tracked", "batch"] = "tracked"
     objective: Objective = field(default_factory=Plain)
     conditional: bool = False
+    within_budgets: bool = False
 
     def prepared(self, setup: Setup) -> Setup:
         """The model itself; or without running statistics; or with layers that λ conditions."""
         setup = without_tracking(setup) if self.statistics == "batch" else setup
         if not self.conditional:
             return setup
-        net = build(setup.model, setup.structure, setup.structure.subnet(self.width))
+        width = self.common_width(setup)
+        net = build(setup.model, setup.structure, setup.structure.subnet(width))
         with torch.random.fork_rng(devices=[]):  # its new layers are the same if it is resumed
             torch.default_generator.manual_seed(seed_of(setup.seed, 0, 0, 1))
             net = conditional(net)
-        return replace(setup, model=net, structure=setup.structure.uncut(net))
+        setup = replace(setup, model=net, structure=setup.structure.uncut(net))
+        if not self.within_budgets:
+            return setup
+        clients = tuple(replace(client, budget=Budget(width)) for client in setup.clients)
+        return replace(setup, clients=clients)  # what they can afford of a net that cannot be cut
+
+    def common_width(self, setup: Setup) -> float:
+        """The width that everybody trains."""
+        return min(self.width, *budget_sizes(setup)) if self.within_budgets else self.width
+
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """Whoever can afford less trains the same net as all."""
+        width = self.common_width(setup)
+        return ignored_budgets(setup, width, setup.structure.subnet(width))
 
     def start(self, setup: Setup) -> State:
         """The model's own tensors."""
@@ -66,7 +90,7 @@ class FedAvg(Rounds):
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """The whole net for every client, or the same part of it; weighted by examples."""
-        subnet = setup.structure.subnet(self.width).leaving(*self.home)
+        subnet = setup.structure.subnet(self.common_width(setup)).leaving(*self.home)
         return [
             Task(
                 client.id,
@@ -87,4 +111,4 @@ class FedAvg(Rounds):
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """The one width."""
-        return (self.width,)
+        return (self.common_width(setup),)

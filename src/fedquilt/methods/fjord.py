@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import nn
+
 from fedquilt.federation.client import Client, Task, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import (
@@ -28,6 +30,7 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
 from fedquilt.training.ordered import OrderedDropout
 
+FIFTHS = (1.0, 0.8, 0.6, 0.4, 0.2)
 OWN = {"statistics": STATISTICS, "norms": NORMS}
 
 
@@ -54,6 +57,10 @@ class FjORD(Rounds):
         """Refuses settings that make no sense."""
         super().__post_init__()
         refuse_no_widths(self.widths)
+
+    def usual_budgets(self, model: nn.Module) -> tuple[float, ...]:
+        """P of the authors' port: fifths."""
+        return FIFTHS
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Every width p ≤ p_max of a client, the widest with all that they share."""

@@ -28,6 +28,7 @@ from fedquilt.methods.method import (
     nested,
     refuse_no_widths,
     trained_sizes,
+    unable,
 )
 from fedquilt.ranges import Fraction
 from fedquilt.structure.groups import STATISTICS
@@ -63,6 +64,19 @@ class HeteroFL(Rounds):
         if self.assignment == "dynamic" and not self.widths:
             raise ConfigError("dynamic assignment draws from a list of widths; give method.widths")
         refuse_no_widths(self.widths)
+
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """Widths that are drawn, and the query of everyone, do not ask for budgets."""
+        sizes = self.sizes(setup)
+        poor = unable(setup, sizes[0], setup.structure.subnet(sizes[0]))
+        is_asked = self.query_everyone and setup.structure.statistics
+        if not poor or not (self.assignment == "dynamic" or is_asked):
+            return None
+        what = "widths are drawn" if self.assignment == "dynamic" else "statistics are asked for"
+        return (
+            f"exceeds budgets: {what} up to {sizes[0]:g}, and {len(poor)} of {len(setup.clients)} "
+            "clients can afford less"
+        )
 
     def phases(self, setup: Setup) -> tuple[Phase, ...]:
         """Algorithm 1: rounds of training, then the query of representation statistics."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
+
+from torch import nn
 
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.federation.average import average
 from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.mix import LEVELS
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.ranges import Fraction, check_fields
 from fedquilt.structure.budget import fit
@@ -17,6 +20,8 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training.recipe import Recipe
 from fedquilt.training.statistics import untracked
+
+SizeKind = Literal["width", "parameters", "exits", "bases"]  # what a size is a fraction of
 
 
 class Method(Protocol):
@@ -30,6 +35,19 @@ class Method(Protocol):
     @property
     def starts_anew(self) -> bool:
         """Whether it draws initial values of its own, so that those of the model do not matter."""
+        ...
+
+    @property
+    def size_kind(self) -> SizeKind:
+        """What its sizes are fractions of: channels (``width``), parameters, exits, or bases."""
+        ...
+
+    def usual_budgets(self, model: nn.Module) -> tuple[float, ...]:
+        """Sizes that clients can afford, largest first, where nobody says what they can."""
+        ...
+
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """A sentence, if clients of a prepared setup train more than they can afford."""
         ...
 
     def prepared(self, setup: Setup) -> Setup:
@@ -64,7 +82,7 @@ class Method(Protocol):
         ...
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:
-        """Widths that the method trains, largest first."""
+        """Sizes that the method trains, largest first; ``size_kind`` says what they are."""
         ...
 
     def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
@@ -82,10 +100,19 @@ class Rounds:
     fraction: Fraction  # of the clients, in each round
     home: tuple[str, ...] = ()
     starts_anew: bool = False
+    size_kind: SizeKind = "width"
 
     def __post_init__(self) -> None:
         """Refuses settings that are not of their types, or out of range."""
         check_fields(self)
+
+    def usual_budgets(self, model: nn.Module) -> tuple[float, ...]:
+        """HeteroFL's levels: the whole, a half, and so on to a sixteenth."""
+        return tuple(LEVELS.values())
+
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """Nobody is asked for more than its budget allows."""
+        return None
 
     def prepared(self, setup: Setup) -> Setup:
         """The user's model as it is."""
@@ -178,6 +205,30 @@ def within(setup: Setup, client: Client, sizes: Mapping[float, Subnet]) -> list[
             f"model and costs {smallest}; raise the budget, or let the method have smaller sizes"
         )
     return found
+
+
+def unable(setup: Setup, size: float, subnet: Subnet) -> list[Client]:
+    """Clients whose budget does not allow a subnet, which is that fraction of the model."""
+    limited = not all(client.budget.is_width_alone for client in setup.clients)
+    price = cost(setup.model, setup.structure, subnet, setup.example) if limited else None
+    return [
+        client
+        for client in setup.clients
+        if size > client.budget.width + 1e-9
+        or (price is not None and not client.budget.allows(price))
+    ]
+
+
+def ignored_budgets(setup: Setup, size: float = 1.0, subnet: Subnet | None = None) -> str | None:
+    """What to say of a method that has everybody train one net; None if all can afford it."""
+    poor = unable(setup, size, subnet or Subnet())
+    if not poor:
+        return None
+    net = "the whole net" if size == 1 else f"a net of width {size:g}"
+    return (
+        f"ignores budgets: {net} is trained, and {len(poor)} of {len(setup.clients)} clients can "
+        "afford less"
+    )
 
 
 def trained_sizes(setup: Setup, widths: tuple[float, ...] | None) -> tuple[float, ...]:

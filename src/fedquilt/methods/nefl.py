@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
@@ -61,6 +61,7 @@ class NeFL(Rounds):
     own: tuple[str, ...] = (NORMS, STEPS)
     assignment: Literal["dynamic", "fixed"] = "dynamic"
     reach: int = 2
+    size_kind = "parameters"
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
@@ -69,6 +70,23 @@ class NeFL(Rounds):
             raise ConfigError(f"reach counts tiers, so it is 0 or more, got {self.reach}")
         if self.step_start == "ode" and self.steps == "none":
             raise ConfigError("step_start 'ode' needs steps; let them be learned or constant")
+
+    def usual_budgets(self, model: nn.Module) -> tuple[float, ...]:
+        """The paper's five tiers, or the sizes that the settings name."""
+        if self.table is not None:
+            rows = submodels.table(self.table, self.scaling)
+            return tuple(sorted((row.size for row in rows), reverse=True))
+        return tuple(sorted(self.gammas or submodels.SIZES, reverse=True))
+
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """With dynamic tiers clients also train submodels that are larger than their own."""
+        reaching = [c for c in setup.clients if max(self._near(setup, c)) > self._tier(setup, c)]
+        if not reaching:
+            return None
+        return (
+            f"exceeds budgets: {len(reaching)} of {len(setup.clients)} clients also train "
+            "submodels above their own tier; method.assignment = 'fixed' keeps them below"
+        )
 
     def prepared(self, setup: Setup) -> Setup:
         """Sec. 4.1.1: every block gets a step, Y_{j+1} = Y_j + s_j F(Y_j)."""
@@ -110,17 +128,29 @@ class NeFL(Rounds):
 
     def size_of(self, setup: Setup, round: int, client: Client) -> float:
         """Appendix B.5: drawn uniformly from the tiers around the client's own."""
-        subnets = self.submodels(setup)
-        sizes = sorted(subnets)
-        tier = sizes.index(within(setup, client, subnets)[0])
         if self.assignment == "fixed":
-            return sizes[tier]
-        near = sizes[max(tier - self.reach, 0) : tier + self.reach + 1]
-        if not client.budget.is_width_alone:  # physical limits cannot be exceeded
-            limits = replace(client, budget=replace(client.budget, width=1.0))
-            near = [size for size in near if size in within(setup, limits, subnets)]
+            return self._tier(setup, client)
+        near = self._near(setup, client)
         draw = np.random.default_rng(seed_of(setup.seed, round, client.id, 1))
         return near[int(draw.integers(len(near)))]
+
+    def _tier(self, setup: Setup, client: Client) -> float:
+        """The largest submodel that a client can afford."""
+        return within(setup, client, self.submodels(setup))[0]
+
+    def _near(self, setup: Setup, client: Client) -> list[float]:
+        """The submodels that a client may have to train, smallest first."""
+        subnets = self.submodels(setup)
+        sizes, own = sorted(subnets), self._tier(setup, client)
+        if self.assignment == "fixed":
+            return [own]
+        tier = sizes.index(own)
+        near = sizes[max(tier - self.reach, 0) : tier + self.reach + 1]
+        if client.budget.is_width_alone:
+            return near
+        limits = replace(client, budget=replace(client.budget, width=1.0))
+        affordable = within(setup, limits, subnets)  # physical limits cannot be exceeded
+        return [size for size in near if size in affordable]
 
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Algorithm 2: NeFedAvg for what is shared, FedAvg for each submodel's own."""

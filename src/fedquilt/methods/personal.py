@@ -13,10 +13,14 @@ from fedquilt.training.descent import Optimiser
 
 
 def standalone(
-    optimiser: Optimiser | None = None, fraction: float = 1.0, width: float = 1.0
+    optimiser: Optimiser | None = None,
+    fraction: float = 1.0,
+    width: float = 1.0,
+    within_budgets: bool = False,
 ) -> FedAvg:
     """Every client trains alone."""
-    return FedAvg(optimiser or Optimiser(clip=None), fraction, width, home=("*",))
+    optimiser = optimiser or Optimiser(clip=None)
+    return FedAvg(optimiser, fraction, width, home=("*",), within_budgets=within_budgets)
 
 
 def lg_fedavg(
@@ -24,7 +28,9 @@ def lg_fedavg(
     fraction: float = 0.1,
     width: float = 1.0,
     shared: tuple[str, ...] = (OUTPUTS,),
+    within_budgets: bool = False,
 ) -> FedAvg:
     """Clients share the tensors that match ``shared`` (the output layer), and keep all others."""
     home = ("*", *(f"!{pattern}" for pattern in shared))
-    return FedAvg(optimiser or Optimiser(clip=None), fraction, width, home=home)
+    optimiser = optimiser or Optimiser(clip=None)
+    return FedAvg(optimiser, fraction, width, home=home, within_budgets=within_budgets)

@@ -19,8 +19,16 @@ from torch import Tensor
 
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update
+from fedquilt.federation.constants import keep_constants
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, alike, initial, merged, without_tracking
+from fedquilt.methods.method import (
+    Rounds,
+    alike,
+    ignored_budgets,
+    initial,
+    merged,
+    without_tracking,
+)
 from fedquilt.ranges import Fraction
 from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet
@@ -60,6 +68,10 @@ class PFedMe(Rounds):
         """The model without running statistics."""
         return without_tracking(setup)
 
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """The whole net is trained, whatever clients can afford."""
+        return ignored_budgets(setup)
+
     def start(self, setup: Setup) -> State:
         """w⁰; until it has trained, a client's own model is the server's."""
         own = {client.id: personal(Subnet()) for client in setup.clients}
@@ -89,6 +101,8 @@ def part_way(old: Params, new: Params, beta: float) -> dict[str, Tensor]:
     {'w': tensor([1.5000])}
     """
     return {
-        name: torch.lerp(old[name], tensor, beta) if tensor.is_floating_point() else tensor
+        name: keep_constants(torch.lerp(old[name], tensor, beta), old[name])
+        if tensor.is_floating_point()
+        else tensor
         for name, tensor in new.items()
     }

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import nn
+
 from fedquilt.federation.client import Client, Task, seed_of
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import (
@@ -48,6 +50,10 @@ class SHeteroFL(Rounds):
         """Refuses settings that make no sense."""
         super().__post_init__()
         refuse_no_widths(self.widths)
+
+    def usual_budgets(self, model: nn.Module) -> tuple[float, ...]:
+        """Those of Split-Mix, which it is compared with: down to an eighth."""
+        return tuple(width for width in super().usual_budgets(model) if width >= 0.125)
 
     def prepared(self, setup: Setup) -> Setup:
         """The model itself, or without running statistics."""

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.mix import LEVELS
 from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods.method import merged
+from fedquilt.methods.method import SizeKind, merged
 from fedquilt.ranges import Fraction, check_fields
 from fedquilt.structure.budget import Budget, times
 from fedquilt.structure.cost import cost
@@ -110,6 +111,19 @@ class SplitMix:
     def is_scaled(self) -> bool:
         """Whether layers' outputs are rescaled in training: as told, or as Table 4 advises."""
         return self.kind == "post" if self.rescale_layer is None else self.rescale_layer
+
+    @property
+    def size_kind(self) -> SizeKind:
+        """A size is a number of bases, as a fraction of all."""
+        return "bases"
+
+    def usual_budgets(self, model: nn.Module) -> tuple[float, ...]:
+        """The whole, a half, and so on down to one base (Sec. 5)."""
+        return tuple(width for width in LEVELS.values() if times(width, self.base)) or (1.0,)
+
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """Nobody trains more bases than its budget allows."""
+        return None
 
     @property
     def num_bases(self) -> int:

@@ -21,7 +21,7 @@ from fedquilt.errors import ConfigError, UpdateError
 from fedquilt.federation.average import average
 from fedquilt.federation.client import Client, Task, Update, called, seed_of
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, without_tracking
+from fedquilt.methods.method import Rounds, ignored_budgets, without_tracking
 from fedquilt.ranges import Fraction
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
@@ -77,6 +77,10 @@ class STC(Rounds):
                     "model with .float()"
                 )
         return setup
+
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """The whole net is trained, whatever clients can afford."""
+        return ignored_budgets(setup)
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Line 7: the codes that a client missed, or all weights."""

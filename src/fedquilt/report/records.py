@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from fedquilt.errors import DamageError
 from fedquilt.evaluation.accuracy import SizeScore
@@ -40,15 +40,17 @@ class LocalTest:
 
 
 Read = TypeVar("Read")
+More = ParamSpec("More")
+Reader = Callable[Concatenate[Path, More], Read]
 
 
-def _of_known_shape(read: Callable[[Path], Read]) -> Callable[[Path], Read]:
+def _of_known_shape(read: Reader[More, Read]) -> Reader[More, Read]:
     """Refuses records that can be read but are not ours."""
 
     @wraps(read)
-    def checked(folder: Path) -> Read:
+    def checked(folder: Path, /, *more: More.args, **named: More.kwargs) -> Read:
         try:
-            return read(folder)
+            return read(folder, *more, **named)
         except (AttributeError, KeyError, TypeError, ValueError) as problem:
             raise DamageError(
                 f"{folder / METRICS} is damaged: its records are not of the shape that this "
@@ -103,10 +105,12 @@ def traffic(folder: Path) -> dict[str, float]:
 
 
 @_of_known_shape
-def final_scores(folder: Path) -> tuple[SizeScore, ...]:
-    """The scores at the end of a finished run; none, if its records are gone."""
-    finals = [record for record in read_records(folder) if record.get("is_final")]
-    return tuple(SizeScore(**score) for score in finals[-1]["scores"]) if finals else ()
+def final_scores(folder: Path, round: int) -> tuple[SizeScore, ...]:
+    """The scores of the model after its last round; none, if there is no record of them."""
+    for record in read_records(folder):
+        if record.get("is_final") and record["round"] == round:
+            return tuple(SizeScore(**score) for score in record["scores"])
+    return ()
 
 
 @_of_known_shape

@@ -27,7 +27,6 @@ from fedquilt.evaluation.targets import Reached, against, reached
 from fedquilt.report.page import Story
 from fedquilt.report.records import (
     bytes_sent,
-    final_scores,
     global_accuracy,
     in_last_phase,
     last_local,
@@ -42,14 +41,15 @@ def told(
     name: str, run: Run, population: Population | None = None, *, workers: int | None = None
 ) -> Story:
     """The story of a finished run; with its population, client by client too."""
-    assert run.folder is not None
     about = {"method": run.about["method"], "rounds": run.setup.rounds, "seed": run.seed}
-    origins = [" ".join(f"{k} {v}" for k, v in o.items()) for o in run.about.get("origins", ())]
+    places = [sorted(origin.items()) for origin in run.about.get("origins", ())]
+    origins = [" ".join(f"{k} {v}" for k, v in place) for place in places]
     about |= {"made with": ", then ".join(origins)} if origins else {}
-    scores = _evaluated(run.folder) or final_scores(run.folder)
+    recorded = {} if run.folder is None else _recorded(run.folder)
+    scores = recorded.pop("scores", ()) or run.scores
     chosen = run.state.chosen
     budgets = {c.id: c.budget for c in population.clients} if population is not None else {}
-    sent = bytes_sent(run.folder)
+    sent = recorded.pop("sent", {})
     clients = [
         replace(score, bytes_per_round=sent.get(score.client, score.bytes_per_round))
         for score in (run.by_client(population, workers=workers) if population is not None else [])
@@ -60,8 +60,7 @@ def told(
         name,
         about,
         scores,
-        list(milestones(run.folder)),
-        clients,
+        clients=clients,
         steps=step_sizes(run.setup, run.method, run.state),
         weights=mean_weights(run.setup, run.method, run.state),
         architectures=own,
@@ -69,11 +68,9 @@ def told(
         nets=nets,
         mean_costs=mean_costs(nets),
         mean_shares=mean_shares(run.whole or run.setup, nets),
-        traffic=traffic(run.folder),
         rates=rates(run.setup.structure, own),
         layers=layer_costs(run.setup, chosen),
-        local_tests=local_tests(run.folder),
-        local=last_local(run.folder),
+        **recorded,
     )
     if population is None:
         return story
@@ -85,6 +82,18 @@ def told(
         compressions=small,
         correlation=correlation(small),
     )
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    """What a run's directory tells of its rounds."""
+    return {
+        "scores": _evaluated(folder),
+        "sent": bytes_sent(folder),
+        "progress": list(milestones(folder)),
+        "traffic": traffic(folder),
+        "local_tests": local_tests(folder),
+        "local": last_local(folder),
+    }
 
 
 def compared(stories: Sequence[Story], targets: Sequence[float]) -> list[Story]:

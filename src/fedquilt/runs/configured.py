@@ -31,6 +31,7 @@ from fedquilt.methods.method import Method
 from fedquilt.models.pretrained import Matched, load_pretrained
 from fedquilt.runs import checkpoint
 from fedquilt.runs.loop import Pace, Tolerance, Watch, refuse_other_rounds
+from fedquilt.runs.preflight import check_start
 from fedquilt.runs.run import (
     MakeEngine,
     Run,
@@ -81,6 +82,7 @@ def begun(
     """
     described = {"config": config.model_dump(mode="json")} if named else {}
     model, method = whole.model, method_of(config)
+    check_start(model, whole.example, population, config.rounds)  # before anything is written
     if config.model.weights is not None and not resume:  # a resumed run has its initial values
         tell(_pretrained(model, method, config))
     if resume:  # refused before anything is written

@@ -14,18 +14,17 @@ from typing import Any
 
 from fedquilt.engines.engine import Engine, nobody
 from fedquilt.engines.kept import KeptStates
-from fedquilt.errors import CheckpointError, ConfigError, DamageError, TrainingError, UpdateError
+from fedquilt.errors import CheckpointError, ConfigError, DamageError, TrainingError
 from fedquilt.evaluation.accuracy import SizeScore, evaluate
+from fedquilt.federation.boundary import EXAMPLES, LOSS, MOST_LOSS, admit
 from fedquilt.federation.client import Failure, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State, sample
-from fedquilt.federation.update import accept
 from fedquilt.methods.method import Method
 from fedquilt.runs import checkpoint
 from fedquilt.runs.checkpoint import Checkpoint
 from fedquilt.runs.origin import Origin, change, origin
 from fedquilt.runs.records import Records
 from fedquilt.structure.cut import Params, shapes
-from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training.tested import RIGHT, TESTED, Tested
@@ -95,7 +94,7 @@ class RoundLost:
 class Evaluated:
     """The model has been finished and evaluated after a round; ``is_final`` at the run's end.
 
-    Failures and bytes are those of the closing phases.
+    Failures are those of the closing phases and of clients that tested; bytes those of the former.
     """
 
     round: int
@@ -260,7 +259,7 @@ class Loop:
         total = num_rounds(self.method, self.setup)
         self.watch(RoundStarted(number, phase.name, len(tasks), total))
         opened = partial(self.method.opened, self.setup, state)
-        ledger = _Ledger(self.setup.structure, state.params, self.watch, opened)
+        ledger = _Ledger(self.setup, state.params, self.watch, opened)
         sent = Counter(subnet for task in tasks for subnet in task.subnets)
         ledger.bytes_down = sum(num_bytes(self.setup, s) * count for s, count in sent.items())
         whole = (task.params.values() for task in tasks if not task.subnets)
@@ -268,7 +267,7 @@ class Loop:
         self.engine.tell = lambda client, done: self.watch(ClientProgress(client, done))
         needed = {"enough": phase.needed(self.setup.clients)} if spare else {}
         results = self.engine.run(tasks, **needed)
-        merged = self.method.merge(self.setup, state, ledger.accepted(results))
+        merged = self.method.merge(self.setup, state, ledger.accepted(tasks, results))
         self.engine.tell = nobody  # whoever evaluates is not one of the round's clients
         return merged, ledger
 
@@ -298,6 +297,7 @@ class Loop:
         """The finished state, and its scores."""
         started = time.perf_counter()
         finished, ledgers = self._finished(state)
+        failures = [failure for ledger in ledgers for failure in ledger.failures]
         scores = tuple(
             evaluate(
                 self.setup,
@@ -306,12 +306,13 @@ class Loop:
                 self.engine,
                 held_out=self.held_out,
                 testers=self.testers,
+                tell=failures.append,
             )
         )
         done = Evaluated(
             finished.round,
             scores,
-            tuple(failure for ledger in ledgers for failure in ledger.failures),
+            tuple(failures),
             sum(ledger.bytes_down for ledger in ledgers),
             sum(ledger.bytes_up for ledger in ledgers),
             is_final,
@@ -437,9 +438,9 @@ class _Ledger:
     """Lets good updates through, refuses bad ones, and counts both."""
 
     def __init__(
-        self, structure: Structure, params: Params, watch: Watch, opened: Callable[[Update], Update]
+        self, setup: Setup, params: Params, watch: Watch, opened: Callable[[Update], Update]
     ) -> None:
-        self._structure, self._params, self._watch = structure, params, watch
+        self._setup, self._params, self._watch = setup, params, watch
         self._opened = opened
         self.failures: list[Failure] = []
         self.num_accepted = 0
@@ -448,32 +449,33 @@ class _Ledger:
         self._loss = self._examples = 0.0
         self.local: dict[int, float] = {}
 
-    def accepted(self, results: Iterable[Update | Failure]) -> Iterator[Update]:
+    def accepted(
+        self, tasks: Sequence[Task], results: Iterable[Update | Failure]
+    ) -> Iterator[Update]:
         """The updates that were asked for, as they come."""
-        for result in results:
-            checked = self._checked(result)
-            if isinstance(checked, Failure):
-                self.failures.append(checked)
-                self._watch(ClientDone(checked.client, checked.reason))
+        for task, result in zip(tasks, results, strict=True):
+            update = admit(self._setup, task, result, self._params, self._opened)
+            if isinstance(update, Failure):
+                self.failures.append(update)
+                self._watch(ClientDone(update.client, update.reason))
                 continue
+            assert isinstance(result, Update)
             self.num_accepted += 1
-            if "loss" in checked.metrics:
-                self._loss += checked.metrics["loss"] * checked.metrics["examples"]
-                self._examples += checked.metrics["examples"]
-            if checked.metrics.get(TESTED):
-                self.local[checked.client] = checked.metrics[RIGHT] / checked.metrics[TESTED]
-            self._watch(ClientDone(checked.client))
-            yield checked
+            self._note(update)
+            self.sent[update.client] += sum(
+                t.nbytes for part in result.params for t in part.values()
+            )
+            self._watch(ClientDone(update.client))
+            yield update
 
-    def _checked(self, result: Update | Failure) -> Update | Failure:
-        if isinstance(result, Failure):
-            return result
-        try:
-            checked = accept(self._opened(result), self._structure, self._params)
-        except UpdateError as problem:
-            return Failure(result.client, str(problem))
-        self.sent[result.client] += sum(t.nbytes for part in result.params for t in part.values())
-        return checked
+    def _note(self, update: Update) -> None:
+        """What the client reports; a loss that is no number is not averaged with those that are."""
+        metrics = update.metrics
+        if LOSS in metrics and abs(metrics[LOSS]) <= MOST_LOSS:
+            self._loss += metrics[LOSS] * metrics[EXAMPLES]
+            self._examples += metrics[EXAMPLES]
+        if metrics.get(TESTED):
+            self.local[update.client] = metrics[RIGHT] / metrics[TESTED]
 
     @property
     def bytes_up(self) -> int:

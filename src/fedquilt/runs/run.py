@@ -29,8 +29,10 @@ from fedquilt.federation.client import Client
 from fedquilt.federation.state import Setup, State
 from fedquilt.files import locked, read_sealed, remove_parts, sync, write_sealed
 from fedquilt.methods.method import Method, shares_weights
+from fedquilt.report.records import final_scores
 from fedquilt.runs.checkpoint import saved
-from fedquilt.runs.loop import Loop, Pace, Tolerance, Watch, ignore
+from fedquilt.runs.loop import Loop, Pace, Tolerance, Watch, ignore, num_rounds
+from fedquilt.runs.preflight import check_start, find_method, warn_of_lost_values
 from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cut import build, load, source_name
 from fedquilt.structure.groups import Structure
@@ -60,6 +62,13 @@ class Run:
     folder: Path | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     whole: Setup | None = None  # with the user's model, before the method prepared it
+
+    def __repr__(self) -> str:
+        where = "" if self.folder is None else f", in {self.folder}"
+        method, rounds = type(self.method).__name__, self.setup.rounds
+        count = f"{rounds} round{'s' * (rounds > 1)}"
+        head = f"Run of {method}, {count}, seed {self.seed}{where}"
+        return "\n".join([head, *(f"  {_line(score)}" for score in self.scores)])
 
     @property
     def seed(self) -> int:
@@ -223,6 +232,14 @@ class Run:
             )
         return scores
 
+    def report(
+        self, out: str | Path = "report", *, clients: bool = True, workers: int | None = None
+    ) -> Path:
+        """Writes a page about the run, see ``fedquilt.report``; its path."""
+        from fedquilt.report.runs import report  # which is about runs, and so comes after them
+
+        return report([self], out, clients=clients, workers=workers)
+
     def by_client(self, population: Population, *, workers: int | None = None) -> list[ClientScore]:
         """What each client trained and sent, and the largest net's accuracy on its own data."""
         setup = self.planned(population)
@@ -252,6 +269,18 @@ class Run:
         return None if self.folder is None else self.folder / "clients"
 
 
+def _line(score: SizeScore) -> str:
+    """A score in a few words, with the first of its accuracies that is known."""
+    dial = "" if score.robustness is None else f", robustness {score.robustness:g}"
+    found = ""
+    for name in ("accuracy", "user_accuracy", "local_accuracy", "personal_accuracy"):
+        value = getattr(score, name)
+        if value is not None:
+            found = f", {name.replace('_', ' ')} {value:.1%}"
+            break
+    return f"width {score.width:g}{dial}: {score.params:,} parameters{found}"
+
+
 def _budget(width: float, limits: Mapping[str, int]) -> Budget:
     try:
         return Budget(width, **limits)
@@ -265,7 +294,7 @@ def _budget(width: float, limits: Mapping[str, int]) -> Budget:
 def train(
     model: nn.Module,
     example: Example,
-    method: Method,
+    method: Method | str,
     clients: Population,
     rounds: int,
     *,
@@ -284,13 +313,16 @@ def train(
 ) -> Run:
     """Trains a model over clients of any size.
 
-    ``example`` is an input like the clients' (its first axis is the batch). With ``out`` the run is
-    kept in that directory and can be resumed there. ``workers`` processes do the clients' work, one
-    per core by default; 0 means this process. ``exclude`` and ``blocks`` are what
-    ``Structure.trace`` takes. The model given is left as it is.
+    ``example`` is an input like the clients' (its first axis is the batch). ``method`` may be a
+    name, such as ``"heterofl"``: that method with its defaults. With ``out`` the run is kept in
+    that directory and can be resumed there. ``workers`` processes do the clients' work, one per
+    core by default; 0 means this process. ``exclude`` and ``blocks`` are what ``Structure.trace``
+    takes. The model given is left as it is.
     """
-    if rounds < 1:
-        raise ConfigError(f"a run has at least one round, got {rounds}")
+    method = find_method(method)
+    check_start(model, example, clients, rounds)
+    if not resume:
+        warn_of_lost_values(model, method)
     model = copy.deepcopy(model)
     found = structure or Structure.trace(model, example, exclude=exclude, blocks=blocks)
     folder = None if out is None else prepared(Path(out), resume=resume)
@@ -423,13 +455,20 @@ def _description(setup: Setup, method: Method) -> dict[str, Any]:
 
 
 def open_run(
-    folder: Path, model: nn.Module, method: Method, *, exclude: tuple[str, ...] = ()
+    folder: str | Path,
+    model: nn.Module,
+    method: Method | str,
+    *,
+    clients: Population | None = None,
+    exclude: tuple[str, ...] = (),
 ) -> Run:
-    """A finished run from its directory, for the model it was trained with.
+    """A finished run from its directory, for the model and method it was trained with.
 
-    Tensors are read when a model is made of them. ``exclude`` is for bundles of version 1, which
-    did not remember the structure of their model.
+    With its ``clients`` it is as ``train`` returned it; without them it can be customized, and
+    evaluated on other data. Tensors are read when a model is made of them. ``exclude`` is for
+    bundles of version 1, which did not remember the structure of their model.
     """
+    folder, method = Path(folder), find_method(method)
     found = bundle.load(folder / "model")
     example = tuple(
         torch.zeros(x["shape"], dtype=getattr(torch, x["dtype"])) for x in found.about["example"]
@@ -452,7 +491,8 @@ def open_run(
         raise _of_another_model(folder)
     chosen = {int(c): Subnet.decode(s.encode()) for c, s in found.about.get("chosen", {}).items()}
     state = State(setup.rounds, "", found.params, chosen=chosen)
-    return Run(setup, method, state, (), None, folder, found.about, whole)
+    scores = final_scores(folder, num_rounds(method, setup))
+    return Run(setup, method, state, scores, clients, folder, found.about, whole)
 
 
 def _of_another_model(folder: Path) -> CheckpointError:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.errors import ConfigError, TrainingError, unknown
-from fedquilt.federation.client import Task, Update, seed_of
+from fedquilt.federation.boundary import Metric, Terms, training
+from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.structure.groups import Structure, following, leading
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
@@ -86,6 +87,12 @@ class Bilevel:
         tensors = bench.tensors(module, sent, whole)
         weight = float(len(data)) if self.by_examples else 1.0
         return Update(task.client, (sent,), (tensors,), weight, metrics)
+
+    def terms(self, task: Task, client: Client) -> Terms:
+        """What its answer may be: any part of the net."""
+        weight = float(client.num_examples) if self.by_examples else 1.0
+        metrics = training(client.num_examples, share=Metric(high=1.0))
+        return Terms(task.subnets, weight, metrics, is_chosen=True)
 
     def penalty(self, data: ClientData, num_classes: int) -> float:
         """λ: as given, or by how far the client's labels are from uniform (Sec. 4.1.4)."""

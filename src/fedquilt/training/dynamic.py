@@ -9,6 +9,7 @@ h -> drift, γ (the mean of the θ_k) -> mean, α -> alpha, P_t / m -> shares.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fedquilt.federation.client import Task, Update
+from fedquilt.federation.boundary import Terms, training
+from fedquilt.federation.client import Client, Task, Update
 from fedquilt.structure.cut import Params
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
@@ -50,6 +52,11 @@ class Dynamic:
         moved = {n: pull[n] - self.alpha * (trained[n] - w) for n, w in start.items()}
         bench.to_keep = {**kept, **moved}
         return update
+
+    def terms(self, task: Task, client: Client) -> Terms:
+        """What its answer may be; its loss has terms that may be negative."""
+        least = training(client.num_examples, -math.inf)
+        return replace(self.sgd.terms(task, client), metrics=least)
 
 
 @dataclass(frozen=True, eq=False)

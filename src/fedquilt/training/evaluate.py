@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
-from fedquilt.federation.client import Task, Update, seed_of
+from fedquilt.federation.boundary import EXAMPLES, Metric, Terms, count, loss
+from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.training.attack import PGD, frozen
 from fedquilt.training.dualnorm import has_dial, set_robustness
 from fedquilt.training.losses import cross_entropy, label_mask
@@ -81,6 +82,22 @@ class Evaluate:
             if has_dial(module):
                 set_robustness(module, 0.0)  # modules are used again
         return Update(task.client, (), (), 0.0, count.metrics)
+
+    def terms(self, task: Task, client: Client) -> Terms:
+        """What its answer may be: counts of each point, and how many examples there were."""
+        num_mixes = len(self.mixes or task.subnets)
+        points = range(num_mixes * max(1, len(self.robustness)))
+        kinds = ["hits"] + ["local"] * (self.labels is not None) + ["robust"] * bool(self.attack)
+        hits = {f"{kind}:{i}": count(of=EXAMPLES) for kind in kinds for i in points}
+        is_own = self.split == "test" and self.of is None
+        most = client.num_tests if is_own else None
+        metrics: dict[str, Metric] = {
+            EXAMPLES: count(most, least=int(self.parts == 1)),  # a part may be empty
+            "sequences": replace(count(of=EXAMPLES), is_required=False),
+            **{f"loss:{i}": loss() for i in points},
+            **hits,
+        }
+        return Terms((), 0.0, metrics)
 
     def _rows(self, count: int) -> Tensor:
         """This task's part of the examples: at least two of them, or none."""

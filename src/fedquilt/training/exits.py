@@ -356,6 +356,7 @@ class ExitLosses:
 
     distil: float = 0.0
     only_last: bool = False
+    least = 0.0  # that it can be
 
     def loss(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -41,6 +43,35 @@ def _reset(layer: nn.Module) -> bool:
             reset()
             return True
     return False
+
+
+SURE = 1e-9  # how unlikely equally distributed values must be to be taken for others
+MANY = 100_000  # values of a tensor that are looked at
+
+
+def find_given_value(model: nn.Module) -> str | None:
+    """A tensor that has other values than are drawn for it: trained, loaded or made otherwise.
+
+    None: all could be fresh. Tensors that are always drawn alike, such as the scales of
+    normalisation, are compared by value; others by a Kolmogorov-Smirnov test against a draw.
+    """
+    from scipy.stats import ks_2samp  # slow to import, and seldom needed
+
+    one, other = (named_tensors(redrawn(model, seed)) for seed in (0, 1))
+    for name, tensor in named_tensors(model).items():
+        if torch.equal(one[name], other[name]):
+            is_drawn = torch.equal(tensor, one[name])
+        else:
+            given, drawn = (_some(values) for values in (tensor, one[name]))
+            is_drawn = float(ks_2samp(given, drawn).pvalue) > SURE
+        if not is_drawn:
+            return name
+    return None
+
+
+def _some(values: Tensor) -> npt.NDArray[np.float64]:
+    flat = values.detach().flatten()
+    return flat[:: -(-len(flat) // MANY)].double().numpy()
 
 
 @torch.no_grad()

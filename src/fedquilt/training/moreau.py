@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
-from fedquilt.federation.client import Task, Update
+from fedquilt.federation.boundary import Terms, training
+from fedquilt.federation.client import Client, Task, Update
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Descent, Optimiser
 from fedquilt.training.dynamic import learned
@@ -54,6 +55,10 @@ class Moreau:
         sent = {**own, **{name: w.detach() for name, w in near.sent.items()}}
         metrics = {"loss": loss, "examples": len(examples)}
         return Update(task.client, task.subnets, (sent,), 1.0, metrics)
+
+    def terms(self, task: Task, client: Client) -> Terms:
+        """What its answer may be."""
+        return Terms(task.subnets, 1.0, training(client.num_examples))
 
     def _train(self, near: _Near, examples: ClientData, seed: int, bench: Workbench) -> float:
         """Trains in place; the mean loss of θ in the last epoch."""

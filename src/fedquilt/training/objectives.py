@@ -43,6 +43,8 @@ class Objective(Protocol):
 class Plain:
     """Cross entropy on the examples as they are."""
 
+    least = 0.0  # that the loss can be
+
     def loss(
         self,
         module: nn.Module,
@@ -70,6 +72,7 @@ class Adversarial:
 
     attack: PGD = field(default_factory=PGD)
     share: float = 0.5
+    least = 0.0  # that the loss can be
 
     def __post_init__(self) -> None:
         """Refuses a share that is none."""
@@ -121,6 +124,7 @@ class OnceForAll:
 
     attack: PGD = field(default_factory=PGD)
     shares: tuple[float, ...] = (0.0, 0.2, 0.5, 0.8, 1.0)
+    least = 0.0  # that the loss can be
 
     def __post_init__(self) -> None:
         """Refuses shares that are none."""

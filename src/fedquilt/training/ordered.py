@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedquilt.federation.client import Task, Update, seed_of
+from fedquilt.federation.boundary import Terms, training
+from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.training.descent import Optimiser
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.recipe import Workbench
@@ -48,6 +49,10 @@ class OrderedDropout:
         )
         tensors = tuple(map(bench.tensors, nets, sent, task.subnets))
         return Update(task.client, sent, tensors, self.weight, metrics)
+
+    def terms(self, task: Task, client: Client) -> Terms:
+        """What its answer may be."""
+        return Terms(task.subnets, self.weight, training(client.num_examples))
 
     def _losses(self, nets: list[nn.Module], drawn: int, x: Tensor, y: Tensor) -> dict[int, Tensor]:
         """The loss of each width that this batch trains."""

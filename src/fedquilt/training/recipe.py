@@ -30,7 +30,11 @@ MOST_MODELS = 16  # built modules that a workbench keeps
 
 
 class Recipe(Protocol):
-    """A frozen dataclass of plain settings that knows how to do one kind of client work."""
+    """A frozen dataclass of plain settings that knows how to do one kind of client work.
+
+    It may also have ``terms(task, client)``, which says what the answer may be; whatever is not
+    within them is refused (``fedquilt.federation.boundary``). The client is as it has registered.
+    """
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Does the work for one client."""

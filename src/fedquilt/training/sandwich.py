@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedquilt.federation.client import Task, Update, seed_of
+from fedquilt.federation.boundary import Terms, training
+from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.structure.adjust import Adjustable
 from fedquilt.structure.cut import Params, take
 from fedquilt.structure.groups import Structure
@@ -51,6 +52,10 @@ class Sandwich:
         return Update(
             task.client, (sent,), ({n: own[n].detach() for n in names},), self.weight, metrics
         )
+
+    def terms(self, task: Task, client: Client) -> Terms:
+        """What its answer may be."""
+        return Terms(task.subnets, self.weight, training(client.num_examples))
 
     def _train(
         self, model: nn.Module, structure: Structure, own: Params, task: Task, bench: Workbench

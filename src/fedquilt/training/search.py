@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.errors import BudgetError
-from fedquilt.federation.client import Task, Update
+from fedquilt.federation.boundary import Metric, Terms
+from fedquilt.federation.client import Client, Task, Update
 from fedquilt.structure.adjust import Adjustable
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cost import Prices
@@ -76,6 +77,15 @@ class Search:
             "evaluations": found.num_evaluations,
         }
         return Update(task.client, (found.subnet.leaving("*"),), ({},), 0.0, metrics)
+
+    def terms(self, task: Task, client: Client) -> Terms:
+        """What its answer may be: any part of the net; the method knows the client's budget."""
+        metrics = {
+            "accuracy": Metric(high=1.0),
+            "steps": Metric(is_count=True),
+            "evaluations": Metric(),
+        }
+        return Terms(task.subnets, 0.0, metrics, is_chosen=True)
 
     def _batches(self, task: Task, bench: Workbench) -> Batches:
         """Some of the client's training data, drawn once, without augmentation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
-from fedquilt.federation.client import Task, Update
+from fedquilt.federation.boundary import Terms, training
+from fedquilt.federation.client import Client, Task, Update
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser, learner
@@ -63,6 +65,11 @@ class SGD:
             self.weight,
             {"loss": loss, "examples": len(examples)},
         )
+
+    def terms(self, task: Task, client: Client) -> Terms:
+        """What its answer may be."""
+        least = getattr(self.objective, "least", -math.inf)
+        return Terms(task.subnets, self.weight, training(client.num_examples, least))
 
     def _own(self, structure: Structure, seen: Seen) -> dict[str, set[int]]:
         """The classes that the client has and the tokens that it has read, by their groups."""

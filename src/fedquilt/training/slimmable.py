@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedquilt.federation.client import Task, Update
+from fedquilt.federation.boundary import Terms, training
+from fedquilt.federation.client import Client, Task, Update
 from fedquilt.structure.cut import Index, cells_within, put, source_name, view
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
@@ -49,6 +50,10 @@ class Slimmable:
             self.weight,
             metrics,
         )
+
+    def terms(self, task: Task, client: Client) -> Terms:
+        """What its answer may be."""
+        return Terms(task.subnets, self.weight, training(client.num_examples))
 
     def _loss(self, module: nn.Module, x: Tensor, y: Tensor, structure: Structure) -> Tensor:
         with scaled(module, structure) if self.scale else nullcontext():

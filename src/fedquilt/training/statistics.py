@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedquilt.data import ClientData
-from fedquilt.federation.client import Task, Update
+from fedquilt.federation.boundary import Terms
+from fedquilt.federation.client import Client, Task, Update
 from fedquilt.structure.groups import STATISTICS
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.sgd import batches
@@ -52,6 +53,11 @@ class Statistics:
             sent.append(only)
             found.append(bench.tensors(module, only, subnet))
         return Update(task.client, tuple(sent), tuple(found), float(len(rows)), {})
+
+    def terms(self, task: Task, client: Client) -> Terms:
+        """What its answer may be; it weighs by batches."""
+        batches_each = math.ceil(client.num_examples / self.batch_size)
+        return Terms(task.subnets, float(self.epochs * batches_each), {})
 
 
 ENOUGH = 1024  # examples, to know means and variances

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from fedquilt.errors import TrainingError
-from fedquilt.federation.client import Task, Update
+from fedquilt.federation.boundary import Terms
+from fedquilt.federation.client import Client, Task, Update
+from fedquilt.federation.constants import is_constant
 from fedquilt.federation.golomb import Ternary, decoded, encoded, most_entries
 from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet
@@ -51,7 +53,8 @@ class TernarySGD:
         whole = (Subnet(),)
         update = self.sgd.run(replace(task, subnets=whole, params=start), bench)
         bench.own = (whole, update.params)
-        change = flattened(update.params[0]) - flattened(start)
+        old, new = flattened(start), flattened(update.params[0])
+        change = (new - old).masked_fill_(is_constant(new, old), 0)
         if RESIDUAL in kept:
             change += kept[RESIDUAL]
         if not bool(torch.isfinite(change).all()):
@@ -63,6 +66,10 @@ class TernarySGD:
             **{WEIGHTS + name: tensor for name, tensor in start.items()},
         }
         return replace(update, params=({CODE: code},))
+
+    def terms(self, task: Task, client: Client) -> Terms:
+        """What its answer may be: a code of the whole net, or nothing."""
+        return replace(self.sgd.terms(task, client), subnets=(Subnet(),), may_be_empty=True)
 
     def caught_up(self, codes: Params, kept: Mapping[str, Tensor]) -> Params | None:
         """The server's weights, from the client's copy and codes; None if it cannot know them."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from fedquilt.federation.client import Task, Update
+from fedquilt.federation.boundary import Terms, count, terms_of
+from fedquilt.federation.client import Client, Task, Update
 from fedquilt.structure.cut import Params, Parts, cells_within, put, source_name, take
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.evaluate import Evaluate
@@ -49,6 +50,15 @@ class Tested:
         finally:
             bench.kept = before
         return replace(update, metrics={**update.metrics, **found})
+
+    def terms(self, task: Task, client: Client) -> Terms:
+        """What its answer may be: that of the other recipe, and the counts."""
+        terms = terms_of(replace(task, recipe=self.recipe), client)
+        if terms.metrics is None:
+            return terms
+        counts = {RIGHT: count(of=TESTED), TESTED: count(client.num_tests)}
+        optional = {name: replace(metric, is_required=False) for name, metric in counts.items()}
+        return replace(terms, metrics={**terms.metrics, **optional})
 
 
 def _counts(

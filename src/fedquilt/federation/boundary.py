@@ -1,0 +1,228 @@
+"""The one place where what a client sends is checked, before anybody believes it.
+
+A task says what its answer may be: its recipe has ``Terms``. Whatever is not within them, or cannot
+be read at all, becomes a ``Failure`` of that client with one sentence. Nothing here raises, so one
+client costs its own update at most. Results of the local engine and messages of Flower's nodes both
+pass here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+from fedquilt.errors import FedquiltError, StructureError, UpdateError
+from fedquilt.federation.client import Client, Failure, Task, Update, called
+from fedquilt.federation.state import Setup
+from fedquilt.federation.update import accept
+from fedquilt.structure.cut import Params, shapes
+from fedquilt.structure.groups import Structure
+from fedquilt.structure.subnet import Subnet, prefix
+
+LOSS, EXAMPLES = "loss", "examples"  # what every training reports
+MOST_EXAMPLES = 10**9  # that one client can have
+MOST_LOSS = 1e6  # a mean over examples; what is above says that a net diverged, and nothing else
+MOST_METRICS = 4096
+LONGEST_NAME = 100
+LONGEST_REASON = 1000  # characters of a sentence that came from a client
+ROUNDING = 1e-3  # a sum of cross entropies may be that much below zero
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a number that a client reports may be: from ``low`` to ``high``.
+
+    A count is whole. ``of`` names another metric that it does not exceed, as hits are of examples.
+    A metric that ``may_diverge`` may also be no finite number: whoever reads it has to look.
+    """
+
+    low: float = 0.0
+    high: float = math.inf
+    is_count: bool = False
+    of: str | None = None
+    may_diverge: bool = False
+    is_required: bool = True
+
+
+def loss(least: float = 0.0) -> Metric:
+    """A training loss; ``least`` is how low it can be."""
+    return Metric(low=least - ROUNDING, may_diverge=True)
+
+
+def count(most: int | None = None, *, least: int = 0, of: str | None = None) -> Metric:
+    """A number of examples, or of hits among them; None: as many as anybody could have."""
+    return Metric(low=least, high=MOST_EXAMPLES if most is None else most, is_count=True, of=of)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the answer to a task may be.
+
+    ``subnets`` may come back: just these, each once, in their order. Tensors of a subnet may be
+    left out, and rows of classes and tokens. With ``is_chosen`` the client chooses channels and
+    blocks within them. With ``may_be_empty`` an answer of no subnets is one, too. ``weight`` is the
+    most that the update may count. ``metrics`` are what may be reported; None: any numbers.
+    """
+
+    subnets: tuple[Subnet, ...]
+    weight: float
+    metrics: Mapping[str, Metric] | None = field(default=None)
+    is_chosen: bool = False
+    may_be_empty: bool = False
+
+
+def training(num_examples: int, least_loss: float = 0.0, **others: Metric) -> dict[str, Metric]:
+    """The metrics of a recipe that trains: its loss, on how many of the client's examples."""
+    return {LOSS: loss(least_loss), EXAMPLES: count(num_examples), **others}
+
+
+def terms_of(task: Task, client: Client) -> Terms:
+    """What a task's answer may be: as its recipe says, or else as careful as can be.
+
+    Of a recipe without ``terms`` the answer weighs at most the client's number of examples.
+    """
+    own = getattr(task.recipe, "terms", None)
+    if own is None:
+        weight = float(max(client.num_examples, 1))
+        return Terms(task.subnets, weight, is_chosen=True, may_be_empty=True)
+    found: Terms = own(task, client)
+    return found
+
+
+Opened = Callable[[Update], Update]  # from what travelled to tensors that can be merged
+
+
+def admit(
+    setup: Setup,
+    task: Task,
+    result: Update | Failure,
+    params: Params,
+    opened: Opened = lambda update: update,
+) -> Update | Failure:
+    """The update, if it is an answer to the task; else why it is none.
+
+    ``params`` are the global tensors, ``opened`` is the method's.
+    """
+    if isinstance(result, Failure):
+        return Failure(task.client, shortened(result.reason))
+    try:
+        if result.client != task.client:
+            raise UpdateError(f"{called(task.client)} was answered for by {called(result.client)}")
+        terms = terms_of(task, _registered(setup, task.client))
+        if terms.may_be_empty and not result.subnets:
+            metrics = dict[str, Metric]() if terms.metrics is not None else None
+            terms = replace(terms, subnets=(), weight=0.0, metrics=metrics)
+        _check_numbers(result, terms)
+        _check_subnets(result, terms, setup.structure)
+        return accept(opened(result), setup.structure, params)
+    except FedquiltError as problem:
+        return Failure(task.client, shortened(str(problem)))
+    except Exception as problem:  # whatever foreign values may do to those who read them
+        return Failure(
+            task.client,
+            shortened(
+                f"{called(task.client)} sent what cannot be read "
+                f"({type(problem).__name__}: {problem})"
+            ),
+        )
+
+
+def _registered(setup: Setup, number: int) -> Client:
+    """A client as it has registered; the server has the examples of all."""
+    own = next((client for client in setup.clients if client.id == number), None)
+    return own or Client(number, sum(client.num_examples for client in setup.clients))
+
+
+def shortened(reason: str) -> str:
+    """A sentence from elsewhere, of a length that can be shown, in one line."""
+    line = " ".join(reason[: 2 * LONGEST_REASON].split())
+    return line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 2]} …"
+
+
+def _check_numbers(update: Update, terms: Terms) -> None:
+    who, weight = called(update.client), update.weight
+    if weight > terms.weight * (1 + 1e-9):
+        raise UpdateError(f"{who} sent the weight {weight:g}; its task allows {terms.weight:g}")
+    if len(update.metrics) > MOST_METRICS:
+        raise UpdateError(f"{who} reported {len(update.metrics)} numbers, at most {MOST_METRICS}")
+    for name, value in update.metrics.items():
+        if not isinstance(name, str) or len(name) > LONGEST_NAME or not _is_number(value):
+            raise UpdateError(f"{who} reported {name!r:.100} as {value!r:.100}, which is no number")
+    _check_metrics(
+        who, update.metrics, _any(update.metrics) if terms.metrics is None else terms.metrics
+    )
+
+
+def _any(metrics: Mapping[str, float]) -> dict[str, Metric]:
+    """What a recipe may report that does not say so; a loss is of a number of examples."""
+    known = dict.fromkeys(metrics, Metric(-math.inf, may_diverge=True))
+    return known | (training(MOST_EXAMPLES, -math.inf) if LOSS in metrics else {})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_metrics(who: str, given: Mapping[str, float], known: Mapping[str, Metric]) -> None:
+    for name in given:
+        if name not in known:
+            raise UpdateError(f"{who} reported '{name}', which its task does not ask for")
+    for name, metric in known.items():
+        if name not in given:
+            if metric.is_required and (name == EXAMPLES or given.get(EXAMPLES) != 0):
+                raise UpdateError(f"{who} did not report '{name}', which its task asks for")
+            continue
+        value = given[name]
+        if metric.may_diverge and not math.isfinite(value):
+            continue
+        high = metric.high if metric.of is None else min(metric.high, given.get(metric.of, 0))
+        is_whole = not metric.is_count or (math.isfinite(value) and value == int(value))
+        if not (metric.low <= value <= high and is_whole):
+            kind = "a whole number " if metric.is_count else ""
+            raise UpdateError(
+                f"{who} reported {value:g} as '{name}', which is {kind}from {metric.low:g} to "
+                f"{high:g}"
+            )
+
+
+def _check_subnets(update: Update, terms: Terms, structure: Structure) -> None:
+    who, came, asked = called(update.client), update.subnets, terms.subnets
+    if len(came) != len(asked):
+        raise UpdateError(f"{who} sent {len(came)} subnets, asked for were {len(asked)}")
+    for subnet, wanted in zip(came, asked, strict=True):
+        try:
+            shapes(structure, subnet)
+            fits = _is_part(subnet, wanted, structure, is_chosen=terms.is_chosen)
+        except StructureError as problem:
+            raise UpdateError(f"{who} sent a subnet that does not fit: {problem}") from problem
+        if not fits:
+            raise UpdateError(
+                f"{who} sent another subnet than it was asked for; was its model built at another "
+                "width?"
+            )
+
+
+def _is_part(subnet: Subnet, wanted: Subnet, structure: Structure, *, is_chosen: bool) -> bool:
+    """Whether a subnet is what was asked for, or a part of it that may come instead.
+
+    What is owned must be the same, as it decides which tensors of the model are meant.
+    """
+    if subnet == wanted:
+        return True
+    if (subnet.own, subnet.owner) != (wanted.own, wanted.owner):
+        return False
+    came, asked = dict(subnet.kept), dict(wanted.kept)
+    if len(came) != len(subnet.kept):
+        return False  # a group that is mentioned twice
+    for name, group in structure.groups.items():
+        whole = prefix(group.size)
+        mine, theirs = came.get(name, whole), asked.get(name, whole)
+        if mine & ~theirs or (mine != theirs and group.is_cut and not is_chosen):
+            return False
+    skips, must = set(subnet.skipped), set(wanted.skipped)
+    if not (skips >= must if is_chosen else skips == must):
+        return False
+    return set(structure.names(subnet)) <= set(structure.names(wanted))

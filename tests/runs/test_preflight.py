@@ -1,0 +1,191 @@
+"""What no round could train is refused before the first one, by name, and leaves nothing behind."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import fedquilt as fq
+from fedquilt.errors import ConfigError, DataError
+from fedquilt.models import MODELS
+from fedquilt.runs.preflight import find_method
+from fedquilt.training.initial import find_given_value
+
+STEPS = fq.Optimiser(lr=0.05, epochs=1, batch_size=8)
+
+
+def clients(x=None, y=None, test=None):
+    x = torch.randn(24, 5) if x is None else x
+    return fq.clients((x, torch.arange(24) % 3 if y is None else y), test=test, count=2)
+
+
+def net(outputs=3):
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, outputs))
+
+
+class Returning(nn.Module):
+    """A net whose forward makes something else of its logits."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.net, self.change = net(), change
+
+    def forward(self, x):
+        return self.change(self.net(x))
+
+
+def frozen():
+    return net().requires_grad_(False)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a run, and sees to it that a refusal leaves no directory."""
+
+    def train(model=None, people=None, method="fedavg", rounds=1, example=None):
+        out = tmp_path / "run"
+        example = torch.zeros(1, 5) if example is None else example
+        try:
+            return fq.train(model or net(), example, method, people or clients(), rounds, out=out)
+        except fq.FedquiltError:
+            assert not out.exists()
+            raise
+
+    return train
+
+
+MODELS_REFUSED = {
+    "tuple": (Returning(lambda x: (x, x)), r"returns a tuple of 2; .*output\[0\]"),
+    "dict": (Returning(lambda x: {"loss": x, "logits": x}), r"dict with loss, .*\['logits'\]"),
+    "number": (Returning(lambda x: x.sum().item()), "returns a float"),
+    "no gradient": (Returning(torch.Tensor.detach), "have no gradient; .*detach"),
+    "frozen": (frozen(), r"Sequential's all 4 of them are frozen; .*requires_grad_\(True\)"),
+    "nothing": (nn.Flatten(), "of Flatten's it has none"),
+    "few outputs": (net(2), "labels go up to 2, so there are 3 classes, and the model has 2"),
+    "one output": (Returning(lambda x: x[:, 0]), r"returns \(2,\) for labels of shape \(2,\)"),
+    "map": (Returning(lambda x: x[..., None]), r"returns \(2, 3, 1\) for labels"),
+    "other inputs": (nn.Linear(4, 3), r"Linear cannot be run on .*\(2, 5\).*float32: Runtime"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS_REFUSED)
+def test_a_model_that_cannot_be_trained_is_refused_by_name(case, start):
+    model, said = MODELS_REFUSED[case]
+    with pytest.raises((ConfigError, DataError), match=said):
+        start(model)
+
+
+LABELS = torch.arange(24) % 3
+DATA_REFUSED = {
+    "float64": ((torch.randn(24, 5).double(),), r"float64 and .*float32; .*\.to\(torch\.float32\)"),
+    "integers": ((torch.randint(5, (24, 5)),), r"torch\.int64 and torch\.float32"),
+    "shape": ((torch.randn(24, 6),), r"have the shape \(6,\), and the example \(5,\)"),
+    "one-hot": ((None, nn.functional.one_hot(LABELS)), r"class numbers with labels\.argmax\(1\)"),
+    "from -1": ((None, LABELS - 1), "class numbers from 0, got -1"),
+    "test labels": ((None, None, (torch.randn(4, 5), LABELS[:4] + 1)), "labels go up to 3"),
+}
+
+
+@pytest.mark.parametrize("case", DATA_REFUSED)
+def test_data_that_do_not_fit_the_model_are_refused_by_name(case, start):
+    given, said = DATA_REFUSED[case]
+    with pytest.raises(DataError, match=said):
+        start(people=clients(*given))
+
+
+@pytest.mark.parametrize("labels", [torch.eye(3)[LABELS], torch.eye(3)[LABELS].numpy()])
+def test_one_hot_floats_are_told_what_to_become(labels):
+    with pytest.raises(DataError, match=r"got .*float32.*\(24, 3\); .*labels\.argmax\(1\)"):
+        clients(y=labels)
+
+
+def test_one_hot_items_of_a_dataset_are_told_what_to_become():
+    class Pairs(torch.utils.data.Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, row):
+            return torch.zeros(5), torch.eye(3)[row % 3]
+
+    with pytest.raises(DataError, match=r"one class number, .*target_transform.*argmax"):
+        fq.clients(Pairs(), count=2)
+    assert len(fq.clients(TensorDataset(torch.zeros(24, 5), LABELS), count=2).clients) == 2
+
+
+@pytest.mark.parametrize("rounds", [0, -1, 1.5, "3", None])
+def test_rounds_are_counted(rounds, start):
+    with pytest.raises(ConfigError, match="at least one round, got "):
+        start(rounds=rounds)
+
+
+def test_clients_are_made_with_clients(start):
+    with pytest.raises(ConfigError, match=r"fq\.clients\(data, \.\.\.\), got list"):
+        start(people=[TensorDataset(torch.zeros(24, 5), LABELS)])
+
+
+def test_a_method_may_be_a_name(start):
+    assert start(method="heterofl").method == fq.HeteroFL()
+    for name, make in fq.METHODS.items():
+        assert find_method(name) == make()
+    with pytest.raises(ConfigError, match="did you mean 'heterofl'"):
+        find_method("heterofI")
+    for wrong in (fq.HeteroFL, fq.standalone, None):
+        with pytest.raises(ConfigError, match=r"an object such as fq\.HeteroFL\(\), .*got "):
+            find_method(wrong)
+
+
+def test_the_check_leaves_the_model_and_the_random_numbers_as_they_are(start):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.norm = net(), nn.BatchNorm1d(5)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.net(self.norm(x)) + 0 * torch.rand(())
+
+    model, people = Counting(), clients(y=torch.arange(24) % 5)
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    with pytest.raises(DataError, match="labels go up to 4"):
+        start(model, people)
+    assert torch.equal(torch.rand(3), expected)
+    assert model.calls == 0
+    assert model.training
+    assert all(module.training for module in model.modules())
+
+
+SMALL = ("mlp", "heterofl-cnn", "digits-cnn", "resnet20", "mobilenetv2", "adds-mobilenet")
+
+
+@pytest.mark.parametrize("name", [*SMALL, "char-lstm", "vit-small", "heterofl-transformer"])
+def test_fresh_models_look_fresh(name):
+    torch.manual_seed(5)
+    assert find_given_value(MODELS[name]()) is None
+
+
+def nudged(model):
+    """Trained a little: values move by less than a third of their spread."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter) * parameter.std()
+    return model
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_models_with_other_values_do_not(name):
+    assert find_given_value(nudged(MODELS[name]())) is not None
+
+
+def test_split_mix_says_that_it_does_not_use_the_models_values(start):
+    method = fq.SplitMix(STEPS, base=0.5)
+    start(method=method)  # without a word
+    model = net()
+    nn.init.constant_(model[0].weight, 0.5)
+    with pytest.warns(
+        UserWarning, match=r"SplitMix draws .*'0\.weight' has others.*HeteroFL"
+    ) as said:
+        fq.train(model, torch.zeros(1, 5), method, clients(), 1)
+    assert said[0].filename == __file__  # where the model was given
