@@ -121,6 +121,7 @@ def main() -> None:
         "rounds": options.rounds,
         "data.clients": options.clients,
         "method.fraction": options.fraction,
+        "optimiser.epochs": 2,
         "run.evaluate_every": 0,
         "run.checkpoint_every": 0,
     }

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedquilt.cli import main
+from fedquilt.methods import METHODS
 from fedquilt.models import make
 from fedquilt.report.progress import Watch
 from fedquilt.runs.loop import RoundStarted
@@ -163,6 +164,17 @@ def test_train_numbers_its_directories(tmp_path, monkeypatch):
     result = fedquilt("train", *TINY, "--method", "fedavg", "--rounds", "1", "--workers", "0")
     assert result.code == 0, result.err
     assert (tmp_path / "runs" / "digits-fedavg-2" / "model" / "bundle.json").exists()
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_method_starts_at_all_defaults(name, tmp_path, monkeypatch):
+    """One round on a tenth of the digits; the model, budgets and method are what they are."""
+    monkeypatch.chdir(tmp_path)
+    few = ["--rounds", "1", "--clients", "5", "--set", "data.share=0.1", "--workers", "0"]
+    result = fedquilt("train", "--method", name, *few)
+    assert result.code == 0, result.err
+    assert "1 rounds of " in result.out
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == [f"digits-{name}-1"]
 
 
 def test_options_go_over_the_config_file(tmp_path):
@@ -604,6 +616,9 @@ def test_customize_refuses_a_file_that_it_cannot_write(finished, tmp_path):
         (["train", "--budgets", "1,0"], ["(0, 1]", "got 0"]),
         (["train", "--budgets", "2"], ["(0, 1]", "got 2"]),
         (["train", "--budgets", "z1"], ["'z1'"]),
+        (["train", "--method", "splitmix", "--budgets", "1,0.1"], ["not train even one base"]),
+        (["train", "--method", "depthfl", "--budgets", "1,0.1"], ["no size meets", "width=0.1"]),
+        (["train", "--method", "lg-fedavg", "--set", "method.shared=['x']"], ["names no tensor"]),
         (["train", "--rounds", "0"], ["'rounds'", "got 0"]),
         (["train", "--rounds", "many"], ["'many'", "train --help"]),
         (["train", "--fraction", "1.5"], ["'method.fraction'", "got 1.5"]),

@@ -19,7 +19,8 @@ from fedquilt.config import (
 )
 from fedquilt.data import Examples, Normalise, Source, Windows
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.methods import METHODS
+from fedquilt.federation.state import Phase
+from fedquilt.methods import METHODS, FedAvg
 from fedquilt.models.adds import TextLSTM
 from fedquilt.structure.groups import Structure
 
@@ -141,3 +142,23 @@ def test_a_recurrent_net_is_followed_on_a_short_text_if_it_reads_one():
 def test_wrong_settings_are_refused_by_name(settings, message):
     with pytest.raises(ConfigError, match=message):
         checked(settings)
+
+
+# what is left out
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_left_out_is_the_methods_own_default(name, tmp_path):
+    """The same in Python, on the command line and in a file, also when it is read again."""
+    own = METHODS[name]()
+    config = checked({"method": {"name": name}})
+    assert repr(method_of(config)) == repr(own)
+    spelled = resolved(config, source_of(config))
+    (tmp_path / "config.toml").write_text(as_toml(spelled))
+    assert repr(method_of(checked(read(tmp_path / "config.toml")))) == repr(own)
+    assert spelled.data.budgets == own.usual_budgets(model_of(spelled))
+
+
+def test_ten_clients_all_take_part_by_default_and_ten_of_a_hundred():
+    for count, expected in ((1, 1), (4, 4), (10, 10), (20, 10), (100, 10), (500, 50)):
+        assert Phase("train", 1, FedAvg().fraction).cohort_size(count) == expected

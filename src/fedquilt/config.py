@@ -21,6 +21,7 @@ from fedquilt.data.load import load
 from fedquilt.data.population import Population, clients
 from fedquilt.data.source import Source
 from fedquilt.errors import ConfigError, StructureError, unknown
+from fedquilt.federation.mix import Mix
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
 from fedquilt.models import find, make
@@ -53,7 +54,7 @@ class DataSection(_Section):
     test_share: float = Field(0.0, ge=0, lt=1)  # drawn, to test clients who have nothing else
     unseen: float = Field(0.0, ge=0, lt=1)  # so many of the clients never train
     least: int = Field(1, ge=1)  # training examples of a natural client
-    budgets: str | tuple[float | dict[str, float], ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
+    budgets: str | tuple[float | dict[str, float], ...] | None = None  # None: the method's usual
 
 
 class ModelSection(BaseModel):
@@ -68,11 +69,14 @@ class ModelSection(BaseModel):
 
 
 class MethodSection(BaseModel):
-    """The method, the share of the clients that take part in a round, and its own options."""
+    """The method and its own options, among them the share of clients that work in a round.
+
+    What is left out has the method's default, here as in Python.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str = "heterofl"
-    fraction: float = Field(1.0, gt=0, le=1)
+    fraction: float | None = Field(None, gt=0, le=1)
 
 
 class OptimiserSection(_Section):
@@ -81,7 +85,7 @@ class OptimiserSection(_Section):
     lr: float | None = Field(None, gt=0)
     momentum: float | None = Field(None, ge=0, lt=1)
     weight_decay: float | None = Field(None, ge=0)
-    epochs: int = Field(2, ge=1)
+    epochs: int | None = Field(None, ge=1)
     batch_size: int | None = Field(None, ge=1)
     clip: float | None = Field(None, ge=0)  # 0: no clipping
     milestones: tuple[int, ...] | None = None
@@ -230,8 +234,8 @@ def method_of(config: Config) -> Method:
     factory = METHODS.get(section.name)
     if factory is None:
         raise ConfigError(unknown("method", section.name, METHODS))
-    given = {k: v for k, v in config.optimiser.model_dump().items() if v is not None}
-    options = section.model_dump(exclude={"name"})
+    given = config.optimiser.model_dump(exclude_none=True)
+    options = section.model_dump(exclude={"name"}, exclude_none=True)
     accepted = _options(factory)
     _refuse_unknown(f"setting of method {section.name}", options, accepted)
     options = _typed(options, factory)
@@ -310,7 +314,7 @@ def population_of(config: Config, source: Source) -> Population:
         test=source.test,
         partition=data.partition,
         count=_count(data),
-        budgets=data.budgets,
+        budgets=budgets_of(config, source),
         seed=config.seed,
         validation=data.validation,
         test_share=data.test_share,
@@ -319,6 +323,14 @@ def population_of(config: Config, source: Source) -> Population:
         groups=(source.groups_train, source.groups_test),
         group_names=source.group_names,
     )
+
+
+def budgets_of(config: Config, source: Source) -> Mix:
+    """What clients can afford: as the settings say, or as is usual for the method and its model."""
+    if config.data.budgets is not None:
+        return config.data.budgets
+    full = fitted(config, source.shape, source.num_classes, source.num_tokens)
+    return method_of(full).usual_budgets(model_of(full))
 
 
 def _count(data: DataSection) -> int | None:
@@ -383,7 +395,8 @@ def resolved(config: Config, source: Source) -> Config:
     optimiser["clip"] = optimiser["clip"] or 0.0
     options = {n: v for n, v in _options(METHODS[config.method.name]).items() if v is not None}
     settings = config.model_dump()
-    settings |= {"optimiser": optimiser, "method": {**options, **settings["method"]}}
-    settings["data"] |= {"clients": _count(config.data)}
+    options |= config.method.model_dump(exclude_none=True)
+    settings |= {"optimiser": optimiser, "method": options}
+    settings["data"] |= {"clients": _count(config.data), "budgets": budgets_of(config, source)}
     full = fitted(checked(settings), source.shape, source.num_classes, source.num_tokens)
     return checked(tomllib.loads(as_toml(full)))  # as it will be read again, to the last bit

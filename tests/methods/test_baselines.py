@@ -149,7 +149,7 @@ def test_any_part_of_a_model_can_be_shared_but_it_must_exist(world, optimiser):
     names = world.setup.structure.names(task.subnets[0])
     assert sorted(names) == ["classifier.bias", "features.3.bias", "features.3.weight"]
     with pytest.raises(ConfigError, match=r"'head\.\*' is shared but names no tensor"):
-        fq.lg_fedavg(optimiser, shared=("head.*",)).start(world.setup)
+        fq.lg_fedavg(optimiser, shared=("head.*",)).prepared(world.setup)
 
 
 # budgets

@@ -170,7 +170,8 @@ def test_defaults_are_those_of_the_authors():
     method = fq.DepthFL()
     settings = method.optimiser
     assert (settings.momentum, settings.weight_decay, settings.clip) == (0, 1e-3, None)
-    assert (settings.epochs, settings.batch_size, method.fraction) == (5, 50, 0.1)
+    assert (settings.epochs, settings.batch_size) == (5, 50)
+    assert method.fraction is None  # a tenth of their hundred clients
     assert settings.rate(3) == pytest.approx(0.1 * 0.998**3)
 
 
@@ -201,10 +202,9 @@ def test_a_tensor_is_averaged_over_the_clients_that_train_it(deep, only_last):
 
 def test_one_exit_is_fedavg_bit_for_bit(world, optimiser):
     method, plain = fq.DepthFL(optimiser, at=()), fq.FedAvg(optimiser)
+    world = world.with_clients(*(replace(c, budget=Budget(1.0)) for c in world.setup.clients))
     exits = world.prepared(method)
     assert method.sizes(exits.setup) == (1.0,)
-    people = [replace(c, budget=Budget(1.0)) for c in world.setup.clients]
-    exits, world = exits.with_clients(*people), world.with_clients(*people)
     one, other = exits.start(method), world.start(plain)
     for _ in range(2):
         one, other = exits.round(method, one), world.round(plain, other)
@@ -219,8 +219,10 @@ def test_the_net_with_exits_depends_on_the_seed_and_keeps_the_users_weights(worl
     for name, tensor in world.setup.model.state_dict().items():
         assert first[f"net.{name}"].equal(tensor)
     assert not first["heads.exit1.classifier.weight"].equal(other["heads.exit1.classifier.weight"])
-    natural = fq.DepthFL().prepared(world.setup)
-    assert [*natural.structure.blocks] == ["exit2"]
+    able = world.with_clients(*world.setup.clients[:2]).setup
+    assert [*fq.DepthFL().prepared(able).structure.blocks] == ["exit2"]
+    with pytest.raises(BudgetError, match=r"no size meets .* of client 2; the smallest is 0\.5"):
+        fq.DepthFL().prepared(world.setup)
 
 
 def test_a_run_is_opened_customized_and_exported(world, tmp_path):

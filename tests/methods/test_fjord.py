@@ -332,7 +332,9 @@ def test_defaults_are_those_of_the_authors_code():
     assert method.optimiser == fq.Optimiser(
         lr=0.1, momentum=0, weight_decay=1e-4, epochs=1, batch_size=32, clip=None
     )
-    assert (method.fraction, method.distil, method.own) == (0.1, True, "statistics")
+    assert (method.distil, method.own) == (True, "statistics")
+    assert method.fraction is None  # a tenth of their hundred clients
+    assert method.usual_budgets(torch.nn.Linear(1, 1)) == (1.0, 0.8, 0.6, 0.4, 0.2)
     assert [method.optimiser.rate(round, 500) for round in (0, 499)] == [0.1, 0.1]
 
 

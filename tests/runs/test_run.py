@@ -12,7 +12,7 @@ import torch
 import fedquilt as fq
 from fedquilt.engines import worker
 from fedquilt.engines.local import LocalEngine
-from fedquilt.errors import CheckpointError, ConfigError, TrainingError
+from fedquilt.errors import BudgetError, CheckpointError, ConfigError, TrainingError
 from fedquilt.runs.loop import (
     ClientDone,
     ClientProgress,
@@ -445,3 +445,17 @@ def test_only_clients_with_test_data_are_asked_and_only_where_models_are_trained
     closing = [(c, "Statistics") for c in range(4)]
     assert asked == [*round, *round, *closing, (1, "Evaluate")]
     assert [set(e.local) for e in events if isinstance(e, RoundDone)] == [{1}, {1}]
+
+
+def test_a_refused_start_leaves_no_folder_behind(train, tmp_path):
+    too_wide = fq.SplitMix(STEPS, base=0.9)  # more than some clients can afford
+    with pytest.raises(BudgetError, match="even one base"):
+        train(tmp_path / "new" / "run", method=too_wide)
+    no_subnets = fq.FedPA(STEPS, subnets=())  # refused when it starts, in the run's own folder
+    with pytest.raises(ConfigError, match="give one for each client"):
+        train(tmp_path / "new" / "run", method=no_subnets)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(BudgetError):
+        train(tmp_path / "mine" / "run", method=too_wide)
+    assert list((tmp_path / "mine").iterdir()) == []

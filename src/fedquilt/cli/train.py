@@ -17,10 +17,21 @@ from fedquilt.cli.console import console_for, say
 from fedquilt.cli.options import AsJson, Settings, Workers, assignments, given
 from fedquilt.cli.scores import show_scores
 from fedquilt.cli.stopping import sigterm_as_ctrl_c
-from fedquilt.config import Config, checked, dotted, override, read, resolved, source_of
+from fedquilt.config import (
+    Config,
+    as_value,
+    checked,
+    dotted,
+    method_of,
+    override,
+    read,
+    resolved,
+    source_of,
+)
 from fedquilt.data.source import Source
 from fedquilt.deploy.launch import ENGINES, place_of, spelled_out, trained
 from fedquilt.errors import CheckpointError, ConfigError, unknown
+from fedquilt.federation.state import Phase
 from fedquilt.models.pretrained import Matched
 from fedquilt.report.progress import Watch
 from fedquilt.runs.configured import is_finished, opened, ready, rounds_done
@@ -50,11 +61,11 @@ def train(
         str | None,
         typer.Option(
             help="Widths 1,0.5,0.25, levels a1-e9, divisors 8-4-2-1, log-normal ln0.5_0.4, "
-            "high-capacity or low-capacity; default five sizes."
+            "high-capacity or low-capacity; default the method's usual sizes."
         ),
     ] = None,
     fraction: Annotated[
-        float | None, typer.Option(help="The share of clients in a round; default 1.")
+        float | None, typer.Option(help="The share of clients in a round; default the method's.")
     ] = None,
     lr: Annotated[
         float | None, typer.Option(help="The learning rate; default the method's.")
@@ -100,7 +111,8 @@ def train(
 ) -> None:
     """Train a model over clients of many sizes.
 
-    Without arguments: HeteroFL on the digits of scikit-learn, over ten clients of five sizes.
+    Without arguments: HeteroFL on the digits of scikit-learn, over ten clients of five sizes. What
+    is left out has the method's own default, as in Python; what was chosen is printed and kept.
     """
     options = {
         "data.source": data,
@@ -207,9 +219,25 @@ def _watched(
         matched: list[Matched] = []
         train_it = ready(config, source, folder, resume=resume, tell=matched.append)
         say(console, f"{config.method.name} on {source.name}, seed {config.seed}, in {folder}")
-        say(console, *map(str, matched))
+        say(console, _chosen(config), *map(str, matched))
         with watch:
             return train_it(watch)
+
+
+def _chosen(config: Config) -> str:
+    """What a run does, whoever has chosen it: the user, the method or the data."""
+    method, budgets = method_of(config), config.data.budgets
+    optimiser = method.optimiser  # type: ignore[attr-defined]
+    sizes = as_value(budgets).strip("[]") if isinstance(budgets, tuple) else budgets
+    clients = "natural clients"
+    if config.data.clients is not None:
+        share = method.fraction  # type: ignore[attr-defined]
+        cohort = Phase("train", config.rounds, share).cohort_size(config.data.clients)
+        clients = f"{cohort} of {config.data.clients} clients"
+    return (
+        f"{config.rounds} rounds of {clients} with budgets {sizes}; {optimiser.epochs} epochs of "
+        f"batches of {optimiser.batch_size}, learning rate {optimiser.lr:g}"
+    )
 
 
 def _on_flower(

@@ -47,8 +47,9 @@ def write_app(folder: Path, config: Config, name: str = "quilt") -> Path:
 def run_config(config: Config) -> dict[str, Any]:
     """The settings as Flower's run config: by dotted name; lists and tables as text.
 
-    >>> run_config(Config(rounds=3))["data.budgets"]
-    '[1.0, 0.5, 0.25, 0.125, 0.0625]'
+    >>> from fedquilt.config import DataSection
+    >>> run_config(Config(data=DataSection(budgets="a1-e9")))["data.budgets"]
+    'a1-e9'
     """
     plain: Mapping[str, Any] = config.model_dump(exclude_none=True)
     return {

@@ -15,6 +15,8 @@ from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import Example
 
+USUAL_COHORT = 10  # clients that take part in a round of the papers' experiments
+
 
 @dataclass(frozen=True, eq=False)
 class Setup:
@@ -32,19 +34,22 @@ class Setup:
 class Phase:
     """A stretch of rounds in which clients do the same kind of work.
 
-    ``fraction`` of the clients, or of those that it is ``among``, take part in each round. A
-    closing phase finishes a model: it is run at the end, and on a copy whenever the model is
+    ``fraction`` of the clients, or of those that it is ``among``, take part in each round. None is
+    the papers' tenth, but not fewer than the ten clients that this is of their hundred. A closing
+    phase finishes a model: it is run at the end, and on a copy whenever the model is
     evaluated on the way.
     """
 
     name: str
     rounds: int
-    fraction: float
+    fraction: float | None
     is_closing: bool = False
     among: tuple[int, ...] | None = None  # None: all
 
     def cohort_size(self, num_clients: int) -> int:
         """How many clients take part in a round: at least one."""
+        if self.fraction is None:
+            return min(num_clients, max(USUAL_COHORT, round(num_clients / 10)))
         return max(1, round(self.fraction * num_clients))
 
     def able(self, clients: tuple[Client, ...]) -> list[Client]:

@@ -14,6 +14,8 @@ from fedquilt.training.attack import PGD
 from fedquilt.training.descent import Optimiser
 from fedquilt.training.objectives import Adversarial, OnceForAll
 
+OPTIMISER = Optimiser(epochs=1, clip=None)  # one epoch a round, as Hong et al. on Digits
+
 
 def fedavg_at(
     optimiser: Optimiser | None = None,
@@ -27,7 +29,7 @@ def fedavg_at(
 ) -> FedAvg:
     """FedAvg that minimises (1 - share) · clean loss + share · loss under attack."""
     return FedAvg(
-        optimiser or Optimiser(clip=None),
+        optimiser or OPTIMISER,
         fraction,
         width,
         statistics=statistics,
@@ -46,7 +48,7 @@ def fedavg_oat(
 ) -> FedAvg:
     """FedAvg with layers conditioned on λ, which is drawn anew for every batch."""
     return FedAvg(
-        optimiser or Optimiser(clip=None),
+        optimiser or OPTIMISER,
         fraction,
         width,
         objective=OnceForAll(PGD(epsilon=epsilon, steps=steps)),

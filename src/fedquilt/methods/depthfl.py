@@ -52,7 +52,7 @@ class DepthFL(Rounds):
             lr=0.1, falling=0.998, momentum=0.0, weight_decay=1e-3, batch_size=50, clip=None
         )
     )
-    fraction: Fraction = 0.1
+    fraction: Fraction | None = None
     at: tuple[str, ...] | None = None
     distil: bool = True
     ramp_rounds: int = 300
@@ -84,7 +84,10 @@ class DepthFL(Rounds):
             torch.default_generator.manual_seed(seed_of(setup.seed, 0, 0, 1))
             model = MultiExit(net, at, setup.example)
         structure = replace(setup.structure.uncut(model), blocks=model.blocks())
-        return replace(setup, model=model, structure=structure)
+        deep = replace(setup, model=model, structure=structure)
+        for client in deep.clients:
+            self.trained(deep, client)  # refuses whoever cannot afford one exit
+        return deep
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """The deepest local model of each client."""

@@ -19,7 +19,6 @@ from fedquilt.methods.method import (
     Rounds,
     budget_sizes,
     ignored_budgets,
-    initial,
     without_tracking,
 )
 from fedquilt.ranges import Fraction
@@ -43,7 +42,7 @@ class FedAvg(Rounds):
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
-    fraction: Fraction = 0.1
+    fraction: Fraction | None = None
     width: float = 1.0
     home: tuple[str, ...] = ()
     statistics: Literal["tracked", "batch"] = "tracked"
@@ -53,6 +52,7 @@ class FedAvg(Rounds):
 
     def prepared(self, setup: Setup) -> Setup:
         """The model itself; or without running statistics; or with layers that λ conditions."""
+        self._refuse_unknown_tensors(setup)
         setup = without_tracking(setup) if self.statistics == "batch" else setup
         if not self.conditional:
             return setup
@@ -67,17 +67,7 @@ class FedAvg(Rounds):
         clients = tuple(replace(client, budget=Budget(width)) for client in setup.clients)
         return replace(setup, clients=clients)  # what they can afford of a net that cannot be cut
 
-    def common_width(self, setup: Setup) -> float:
-        """The width that everybody trains."""
-        return min(self.width, *budget_sizes(setup)) if self.within_budgets else self.width
-
-    def exceeds_budgets(self, setup: Setup) -> str | None:
-        """Whoever can afford less trains the same net as all."""
-        width = self.common_width(setup)
-        return ignored_budgets(setup, width, setup.structure.subnet(width))
-
-    def start(self, setup: Setup) -> State:
-        """The model's own tensors."""
+    def _refuse_unknown_tensors(self, setup: Setup) -> None:
         for pattern in self.home:
             word = pattern.removeprefix("!")
             if not setup.structure.matching((word,)):
@@ -86,7 +76,15 @@ class FedAvg(Rounds):
                     f"'{word}' {what} but names no tensor of the model; its tensors are: "
                     f"{', '.join(setup.structure.shapes)}"
                 )
-        return initial(setup)
+
+    def common_width(self, setup: Setup) -> float:
+        """The width that everybody trains."""
+        return min(self.width, *budget_sizes(setup)) if self.within_budgets else self.width
+
+    def exceeds_budgets(self, setup: Setup) -> str | None:
+        """Whoever can afford less trains the same net as all."""
+        width = self.common_width(setup)
+        return ignored_budgets(setup, width, setup.structure.subnet(width))
 
     def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """The whole net for every client, or the same part of it; weighted by examples."""

@@ -35,7 +35,7 @@ class FedDrop(Rounds):
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
-    fraction: Fraction = 0.1
+    fraction: Fraction | None = None
     width: float = 0.75
     each: bool = False
     scaler: bool = True

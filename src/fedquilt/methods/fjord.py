@@ -48,7 +48,7 @@ class FjORD(Rounds):
             lr=0.1, momentum=0.0, weight_decay=1e-4, epochs=1, batch_size=32, clip=None
         )
     )
-    fraction: Fraction = 0.1
+    fraction: Fraction | None = None
     widths: tuple[float, ...] | None = None
     distil: bool = True
     own: Literal["statistics", "norms"] = "statistics"

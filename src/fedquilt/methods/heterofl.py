@@ -49,7 +49,7 @@ class HeteroFL(Rounds):
     """
 
     optimiser: Optimiser = field(default_factory=Optimiser)
-    fraction: Fraction = 0.1
+    fraction: Fraction | None = None
     assignment: Literal["fixed", "dynamic"] = "fixed"
     widths: tuple[float, ...] | None = None
     scaler: bool = True

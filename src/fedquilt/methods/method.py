@@ -97,7 +97,7 @@ class Rounds:
     every cell over the clients that hold it.
     """
 
-    fraction: Fraction  # of the clients, in each round
+    fraction: Fraction | None  # of the clients, in each round; None: see ``Phase``
     home: tuple[str, ...] = ()
     starts_anew: bool = False
     size_kind: SizeKind = "width"

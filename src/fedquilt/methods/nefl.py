@@ -51,7 +51,7 @@ class NeFL(Rounds):
             lr=0.1, momentum=0.0, weight_decay=0.0, epochs=5, batch_size=32, clip=None
         )
     )
-    fraction: Fraction = 0.1
+    fraction: Fraction | None = None
     scaling: Literal["W", "D", "WD", "prefix", "W small", "D small", "WD small"] = "WD"
     gammas: tuple[float, ...] | None = None
     tolerance: float = 0.02  # of a size, that the parameters of its submodel may be off
@@ -90,11 +90,13 @@ class NeFL(Rounds):
 
     def prepared(self, setup: Setup) -> Setup:
         """Sec. 4.1.1: every block gets a step, Y_{j+1} = Y_j + s_j F(Y_j)."""
-        if self.steps == "none" or not setup.structure.blocks:
-            return setup
-        learnable = self.steps == "learned"
-        model, structure = setup.structure.with_steps(setup.model, learnable=learnable)
-        return replace(setup, model=model, structure=structure)
+        if self.steps != "none" and setup.structure.blocks:
+            learnable = self.steps == "learned"
+            model, structure = setup.structure.with_steps(setup.model, learnable=learnable)
+            setup = replace(setup, model=model, structure=structure)
+        for client in setup.clients:
+            self._tier(setup, client)  # refuses whoever cannot afford any submodel
+        return setup
 
     def start(self, setup: Setup) -> State:
         """θ_c, and θ_ic,k where a submodel does not start as the global model does (D_O)."""

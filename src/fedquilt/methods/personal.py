@@ -25,7 +25,7 @@ def standalone(
 
 def lg_fedavg(
     optimiser: Optimiser | None = None,
-    fraction: float = 0.1,
+    fraction: float | None = None,
     width: float = 1.0,
     shared: tuple[str, ...] = (OUTPUTS,),
     within_budgets: bool = False,

@@ -47,9 +47,11 @@ class PFedMe(Rounds):
     """
 
     optimiser: Optimiser = field(
-        default_factory=lambda: Optimiser(lr=0.03, momentum=0.0, weight_decay=0.0, clip=None)
+        default_factory=lambda: Optimiser(
+            lr=0.03, momentum=0.0, weight_decay=0.0, epochs=1, clip=None
+        )
     )
-    fraction: Fraction = 0.1
+    fraction: Fraction | None = None
     steps: int = 5
     attraction: float = 15.0
     personal_lr: float = 0.05

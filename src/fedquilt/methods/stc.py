@@ -53,7 +53,7 @@ class STC(Rounds):
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
-    fraction: Fraction = 0.1
+    fraction: Fraction | None = None
     sparsity_up: float = 1 / 400
     sparsity_down: float = 1 / 400
 

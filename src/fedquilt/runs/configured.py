@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ from fedquilt.runs.run import (
     fingerprint,
     last_checkpoint,
     local_engine,
+    missing,
     open_run,
     prepared,
+    removed_if_refused,
     train,
 )
 
@@ -85,14 +88,16 @@ def begun(
     check_start(model, whole.example, population, config.rounds)  # before anything is written
     if config.model.weights is not None and not resume:  # a resumed run has its initial values
         tell(_pretrained(model, method, config))
+    setup = method.prepared(whole)  # which refuses what it cannot do with these clients
     if resume:  # refused before anything is written
-        setup = method.prepared(whole)
         done = checkpoint.load_newest(folder / "checkpoints", fingerprint(setup, method))
         if done is not None:
             refuse_other_rounds(done.state, method, setup)
+    new = missing(folder)
     _remember(config, folder, resume=resume)
     timeouts = Timeouts(config.run.heartbeat, config.run.deadline)
-    return lambda watch: train(
+    train_it = partial(
+        train,
         model,
         whole.example,
         method,
@@ -106,10 +111,15 @@ def begun(
         tolerance=Tolerance(config.flower.quorum, config.flower.tries, config.flower.spare)
         if engine is not None
         else None,
-        watch=watch,
         engine=engine or local_engine(config.run.workers, timeouts),
         about={**described, "scale": scale and asdict(scale)},
     )
+
+    def to_the_end(watch: Watch) -> Run:
+        with removed_if_refused(new):
+            return train_it(watch=watch)
+
+    return to_the_end
 
 
 def _pretrained(model: nn.Module, method: Method, config: Config) -> Matched:

@@ -6,8 +6,9 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import closing
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,14 @@ from fedquilt.engines.engine import Engine
 from fedquilt.engines.kept import KeptStates, read
 from fedquilt.engines.local import LocalEngine
 from fedquilt.engines.worker import Timeouts
-from fedquilt.errors import BudgetError, CheckpointError, ConfigError, TrainingError
+from fedquilt.errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    StructureError,
+    TrainingError,
+)
 from fedquilt.evaluation.accuracy import SizeScore, accuracy_by_client, cost_of, evaluate
 from fedquilt.evaluation.clients import ClientScore, client_scores
 from fedquilt.federation.client import Client
@@ -325,13 +333,15 @@ def train(
         warn_of_lost_values(model, method)
     model = copy.deepcopy(model)
     found = structure or Structure.trace(model, example, exclude=exclude, blocks=blocks)
+    new = () if out is None else missing(Path(out))
     folder = None if out is None else prepared(Path(out), resume=resume)
     if folder is not None and resume:
         _restore_initial(model, folder)
     whole = Setup(model, found, example, clients.clients, rounds, seed)
-    setup = method.prepared(whole)
+    with removed_if_refused(new):
+        setup = method.prepared(whole)
     make, home = engine or local_engine(workers), None if folder is None else folder / "clients"
-    with locked(folder), closing(make(setup, clients, home)) as running:
+    with removed_if_refused(new), locked(folder), closing(make(setup, clients, home)) as running:
         if folder is not None:
             remove_parts(folder)
             remove_parts(folder / "model")
@@ -399,6 +409,28 @@ def prepared(folder: Path, *, resume: bool) -> Path:
             raise CheckpointError(f"{folder} is not empty and holds no run; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@contextmanager
+def removed_if_refused(new: Sequence[Path]) -> Iterator[None]:
+    """Takes directories that were ``missing`` away again if their run is refused.
+
+    What fails later, in training, stays.
+    """
+    try:
+        yield
+    except (BudgetError, ConfigError, DataError, StructureError):
+        if new and not (new[0] / "metrics.jsonl").exists():
+            shutil.rmtree(new[0], ignore_errors=True)
+            for parent in new[1:]:
+                with suppress(OSError):  # somebody else has put something there
+                    parent.rmdir()
+        raise
+
+
+def missing(folder: Path) -> tuple[Path, ...]:
+    """A run's directory and those around it, as far as they do not exist yet."""
+    return tuple(path for path in (folder, *folder.parents) if not path.exists())
 
 
 def _is_unfinished(name: str) -> bool:
