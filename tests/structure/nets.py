@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from fedquilt.structure.groups import Structure
 
@@ -754,6 +756,31 @@ def normed_mlp_case(norm: Callable[[int], nn.Module]) -> Case:
     )
 
 
+def computed(how: Callable[[nn.Module], nn.Module], a: int = 8, b: int = 12) -> nn.Module:
+    """Weights that are computed in every call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its older kind
+        return nn.Sequential(
+            how(nn.Conv2d(3, a, 3)), nn.ReLU(), how(nn.Conv2d(a, b, 3)), *head(b)[:2],
+            how(nn.Linear(b, CLASSES)),
+        )  # fmt: skip
+
+
+def computed_case(how: Callable[[nn.Module], nn.Module]) -> Case:
+    def at(params: Mapping[str, Tensor]) -> nn.Module:
+        return computed(how, params["0.bias"].shape[0], params["2.bias"].shape[0])
+
+    return Case(lambda: computed(how), IMAGE, at)
+
+
+COMPUTED = {
+    "weight norm": parametrizations.weight_norm,
+    "weight norm by a hook": torch.nn.utils.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "spectral norm by a hook": torch.nn.utils.spectral_norm,
+}
+
+
 def group_norm(groups: int) -> Callable[[int], nn.Module]:
     return lambda channels: nn.GroupNorm(groups, channels)
 
@@ -875,6 +902,7 @@ ACROSS = {
         IMAGE,
         lambda p: Pooled(nn.LayerNorm, p["conv.weight"].shape[0]),
     ),
+    **{name: computed_case(how) for name, how in COMPUTED.items()},
     "layer norm": normed_mlp_case(nn.LayerNorm),
     "bare layer norm": normed_mlp_case(bare_layer_norm),
     "rms norm": normed_mlp_case(nn.RMSNorm),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from fedquilt.structure.cut import build
 from fedquilt.structure.groups import Structure
@@ -180,3 +182,63 @@ def test_a_net_that_was_not_cut_stays_as_it_is(whole):
     before = bits(net)
     rescaled(net, structure)
     assert bits(net) == before
+
+
+NORMALISED = {
+    "weight norm": parametrizations.weight_norm,
+    "weight norm by a hook": nn.utils.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "spectral norm by a hook": nn.utils.spectral_norm,
+}
+
+
+def normalised(how: str, seed: int) -> nn.Module:
+    """Layers whose weights are computed from others in every call."""
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(3, 16, 3), nn.Linear(16, 7)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its older kind
+        first, last = (NORMALISED[how](layer) for layer in layers)
+    return nn.Sequential(first, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
+
+
+def plain(seed: int) -> list[Tensor]:
+    """The weights before they are normalised."""
+    torch.manual_seed(seed)
+    return [nn.Conv2d(3, 16, 3).weight.detach(), nn.Linear(16, 7).weight.detach()]
+
+
+def used(net: nn.Module) -> list[Tensor]:
+    """The weights that a net computes with, in use."""
+    net.eval()(torch.zeros(2, 3, 5, 5))
+    return [net[i].weight.detach().clone() for i in (0, 4)]
+
+
+def as_computed(how: str, weight: Tensor) -> Tensor:
+    if how.startswith("weight"):
+        return weight
+    return weight / torch.linalg.matrix_norm(weight.flatten(1), 2)
+
+
+@pytest.mark.parametrize("how", NORMALISED)
+def test_weights_that_are_computed_are_drawn_anew(how):
+    net = normalised(how, 0)
+    net(torch.randn(2, 3, 5, 5)).sum().backward()  # it may have been used, too
+    found, other = (used(redrawn(net, seed)) for seed in (5, 6))
+    for weight, different, expected in zip(found, other, plain(5), strict=True):
+        torch.testing.assert_close(weight, as_computed(how, expected), rtol=0.05, atol=0.005)
+        assert not torch.allclose(weight, different, rtol=0.1)
+
+
+@pytest.mark.parametrize("how", NORMALISED)
+def test_weights_that_are_computed_become_as_small_as_in_the_whole_net(how):
+    net = normalised(how, 0)
+    structure = Structure.trace(net, torch.zeros(2, 3, 5, 5))
+    small = build(net, structure, structure.subnet(0.25))
+    before = used(small)
+    rescaled(small, structure.uncut(small))
+    shares = (1, 1 / 2) if how.startswith("weight") else (1, 1)  # no scale of a spectral norm stays
+    for weight, old, share in zip(used(small), before, shares, strict=True):
+        torch.testing.assert_close(
+            as_computed(how, weight), share * as_computed(how, old), rtol=0.05, atol=0.005
+        )

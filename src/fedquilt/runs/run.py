@@ -42,6 +42,7 @@ from fedquilt.runs.checkpoint import saved
 from fedquilt.runs.loop import Loop, Pace, Tolerance, Watch, ignore, num_rounds
 from fedquilt.runs.preflight import check_start, find_method, warn_of_lost_values
 from fedquilt.structure.budget import Budget, fit
+from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.cut import build, load, source_name
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
@@ -327,6 +328,7 @@ def train(
     core by default; 0 means this process. ``exclude`` and ``blocks`` are what ``Structure.trace``
     takes. The model given is left as it is.
     """
+    detach_computed(model)
     method = find_method(method)
     check_start(model, example, clients, rounds)
     if not resume:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.structure.blocks import rewire
+from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.groups import Axis, Size, Structure
 from fedquilt.structure.layers import resize
 from fedquilt.structure.subnet import Subnet
@@ -189,6 +190,7 @@ def build(
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         small[id(tensor)] = value
+    detach_computed(model)
     built = copy.deepcopy(model, small)
     resize(built)
     set_numbers(built, structure, subnet)

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from fedquilt.errors import StructureError
 from fedquilt.structure.blocks import Block, first_of_each_stage, with_steps
 from fedquilt.structure.channels import FROZEN, Labels
+from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.subnet import Subnet, prefix
 from fedquilt.structure.trace import Choices, Example, Trace, follow, named_tensors
 
@@ -89,6 +90,7 @@ class Structure:
         """
         from fedquilt.structure.check import traced_and_checked, with_blocks
 
+        detach_computed(model)
         structure = traced_and_checked(model, example, tuple(exclude))
         return with_blocks(model, structure, example, blocks)
 
@@ -114,6 +116,7 @@ class Structure:
         >>> Structure.declare(net, axes).groups["h"]
         Group(name='h', size=8, is_cut=True)
         """
+        detach_computed(model)
         structure = _declared(model, axes, sizes or {}, classes)
         if example is not None:
             from fedquilt.structure.check import check

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from functools import singledispatch
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from fedquilt.structure.computed import refresh, stored_weight
 
 
 def resize(model: nn.Module) -> None:
     """Sets the sizes of every known layer of a freshly cut model."""
     for module in model.modules():
+        refresh(module)
         set_sizes(module)
+
+
+def _shape(layer: nn.Module, name: str = "weight") -> tuple[int, ...]:
+    weight = stored_weight(layer, name)
+    assert isinstance(weight, Tensor)
+    return tuple(weight.shape)
 
 
 @singledispatch
@@ -47,23 +56,23 @@ _WITHOUT_CHANNELS = frozenset(
 
 @set_sizes.register(nn.Linear)
 def _linear(layer: nn.Linear) -> None:
-    layer.out_features, layer.in_features = layer.weight.shape
+    layer.out_features, layer.in_features = _shape(layer)
 
 
 @set_sizes.register(nn.Bilinear)
 def _bilinear(layer: nn.Bilinear) -> None:
-    layer.out_features, layer.in1_features, layer.in2_features = layer.weight.shape
+    layer.out_features, layer.in1_features, layer.in2_features = _shape(layer)
 
 
 @set_sizes.register(nn.Embedding)
 @set_sizes.register(nn.EmbeddingBag)
 def _embedding(layer: nn.Embedding | nn.EmbeddingBag) -> None:
-    layer.num_embeddings, layer.embedding_dim = layer.weight.shape
+    layer.num_embeddings, layer.embedding_dim = _shape(layer)
 
 
 @set_sizes.register(_ConvNd)
 def _conv(layer: _ConvNd) -> None:
-    rows, columns = layer.weight.shape[:2]
+    rows, columns = _shape(layer)[:2]
     if isinstance(layer, _ConvTransposeNd):
         if layer.groups > 1 and layer.groups == layer.in_channels:  # depthwise: a group a channel
             layer.groups = rows
@@ -113,12 +122,11 @@ def _attention(layer: nn.MultiheadAttention) -> None:
 
 @set_sizes.register(nn.RNNBase)
 def _recurrent(layer: nn.RNNBase) -> None:
-    shapes = {name: weight.shape for name, weight in layer.named_parameters(recurse=False)}
-    layer.input_size = shapes["weight_ih_l0"][1]
+    layer.input_size = _shape(layer, "weight_ih_l0")[1]
     if layer.proj_size > 0:
-        layer.proj_size, layer.hidden_size = shapes["weight_hr_l0"]
+        layer.proj_size, layer.hidden_size = _shape(layer, "weight_hr_l0")
     else:
-        layer.hidden_size = shapes["weight_hh_l0"][1]
+        layer.hidden_size = _shape(layer, "weight_hh_l0")[1]
     layer._init_flat_weights()
 
 

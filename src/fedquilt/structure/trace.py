@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.errors import StructureError
@@ -152,9 +153,19 @@ class _Tracer(TorchDispatchMode):
         self.stack: list[str] = [""]
         self.model, self.exclude, self.choices = model, exclude, choices
         self.refusal: StructureError | None = None
+        for module in model.modules():
+            self._freeze_kernel(module)
         for name, tensor in self.names.items():
             if any(name == e or name.startswith(f"{e}.") for e in exclude):
                 self._freeze(tensor)
+
+    def _freeze_kernel(self, module: nn.Module) -> None:
+        """Known before it runs: what computes a convolution's weight may lay its axes together."""
+        if isinstance(module, _ConvNd):
+            rank = 2 + len(module.kernel_size)
+            for tensor in (t for t in module.parameters() if t.ndim == rank):
+                for labels in self.of(tensor)[2:]:
+                    self.channels.freeze(labels)
 
     def run(self, inputs: tuple[Any, ...], *, training: bool = False) -> Any:
         """The model's output, followed."""

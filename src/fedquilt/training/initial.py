@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import cached
 
+from fedquilt.structure.computed import (
+    computed_names,
+    detach_computed,
+    set_computed,
+    stored_weight,
+)
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.trace import named_tensors
 
@@ -21,6 +31,7 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
     By the model's own ``reset_parameters`` if it has one, else by those of its layers. Tensors that
     no layer resets keep their values.
     """
+    detach_computed(model)
     fresh = copy.deepcopy(model)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -40,9 +51,26 @@ def _reset(layer: nn.Module) -> bool:
     for name in ("reset_parameters", "_reset_parameters"):  # nn.MultiheadAttention has the latter
         reset = getattr(layer, name, None)
         if callable(reset):
-            reset()
+            with _setting_computed(layer):
+                reset()
             return True
     return False
+
+
+@contextmanager
+def _setting_computed(module: nn.Module) -> Iterator[None]:
+    """What is drawn in place for a weight that is computed goes to what it is computed from."""
+    computed = [(layer, name) for layer in module.modules() for name in computed_names(layer)]
+    if not computed:
+        yield
+        return
+    with cached():  # the tensors that are drawn into are the ones that are looked at afterwards
+        before = [getattr(layer, name).clone() for layer, name in computed]
+        yield
+        drawn = [getattr(layer, name).detach().clone() for layer, name in computed]
+    for (layer, name), old, new in zip(computed, before, drawn, strict=True):
+        if not torch.equal(old, new):
+            set_computed(layer, name, new)
 
 
 SURE = 1e-9  # how unlikely equally distributed values must be to be taken for others
@@ -86,14 +114,18 @@ def rescaled(model: nn.Module, structure: Structure) -> None:
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     done: set[int] = set()
     for layer in model.modules():
-        if isinstance(layer, (_ConvNd, nn.Linear)) and id(layer.weight) not in done:
-            done.add(id(layer.weight))
-            whole = structure.origin[names[id(layer.weight)]]
-            share = math.sqrt(_fan_in(tuple(layer.weight.shape)) / _fan_in(whole))
-            layer.weight.mul_(share)
-            if isinstance(layer.bias, Tensor):
-                layer.bias.mul_(share)
+        stored = stored_weight(layer) if isinstance(layer, (_ConvNd, nn.Linear)) else None
+        if stored is None or id(stored) in done:
+            continue
+        done.add(id(stored))
+        share = math.sqrt(_fan_in(stored.shape) / _fan_in(structure.origin[names[id(stored)]]))
+        if stored is layer.weight:
+            stored.mul_(share)
+        else:
+            set_computed(layer, "weight", cast(Tensor, layer.weight) * share)
+        if isinstance(layer.bias, Tensor):
+            layer.bias.mul_(share)
 
 
-def _fan_in(shape: tuple[int, ...]) -> int:
+def _fan_in(shape: Sequence[int]) -> int:
     return math.prod(shape[1:])
