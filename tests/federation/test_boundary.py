@@ -113,7 +113,6 @@ TENSORS = st.sampled_from(
         torch.full((6, 4), 3e38),
         torch.zeros(6, 4, dtype=torch.float16),
         torch.zeros(10**4),
-        torch.zeros(6, 4).to_sparse(),
         torch.zeros(()),
         torch.zeros(8, dtype=torch.uint8),
         "no tensor",
