@@ -106,7 +106,7 @@ class RunSection(_Section):
 
 
 class FlowerSection(_Section):
-    """How a run on Flower goes about it; the local engine needs none of this."""
+    """How a run on Flower goes about it; the local engine needs none of this but the quorum."""
 
     name: str | None = None  # under which clients keep what is theirs; made up for each run
     out: str | None = None  # the run's directory, on the machine where the server's app runs
@@ -117,7 +117,7 @@ class FlowerSection(_Section):
     patience: float = Field(600.0, gt=0)  # seconds, for a round
     cpus: int = Field(1, ge=1)  # of each client, where clients are simulated; Flower counts whole
     gpus: float = Field(0.0, ge=0)  # likewise
-    quorum: int = Field(1, ge=1)  # answers without which a round does not count
+    quorum: int | None = Field(None, ge=1)  # answers without which a round fails; None: half
     tries: int = Field(3, ge=1)  # of a round that did not count
     spare: float = Field(0.0, ge=0)  # clients asked beyond those needed, as a share of them
 

@@ -110,7 +110,7 @@ def begun(
         pace=Pace(config.run.evaluate_every, config.run.checkpoint_every, config.run.test_locally),
         tolerance=Tolerance(config.flower.quorum, config.flower.tries, config.flower.spare)
         if engine is not None
-        else None,
+        else Tolerance(config.flower.quorum),
         engine=engine or local_engine(config.run.workers, timeouts),
         about={**described, "scale": scale and asdict(scale)},
     )
@@ -151,13 +151,19 @@ def rounds_done(folder: Path) -> int:
 
 
 def is_finished(folder: Path, num_rounds: int) -> bool:
-    """Whether a run has its model after so many rounds; refused if it has had more."""
+    """Whether a run has its model after so many rounds, and its scores; refused if it had more."""
     if not (folder / "model" / "bundle.json").exists():
         return False
     done = int(bundle.load(folder / "model").about["rounds"])
     if done > num_rounds:
         raise ConfigError(f"{folder} has done {done} rounds, and {num_rounds} are less")
-    return done == num_rounds
+    return done == num_rounds and _is_evaluated(folder)
+
+
+def _is_evaluated(folder: Path) -> bool:
+    """Whether the last evaluation was recorded: the model is written before it."""
+    path = folder / "metrics.jsonl"
+    return not path.exists() or '"is_final": true' in path.read_text(errors="replace")
 
 
 def opened(folder: Path) -> Run:

@@ -164,14 +164,25 @@ class Pace:
 class Tolerance:
     """What a round may lack.
 
-    It counts with at least ``quorum`` answers; if there are fewer, nothing of it remains and it is
-    done again, up to ``tries`` times in all. ``spare`` is the share of clients that are asked
-    beyond those that are needed: the round then ends with as many answers as are needed.
+    It counts with at least ``quorum`` answers, or with those of half of its clients (None), which
+    is one of one or two; if there are fewer, nothing of it remains and it is done again, up to
+    ``tries`` times in all. Then the run ends. So it is in closing phases. ``spare`` is the share of
+    clients that are asked beyond those that are needed: the round then ends with as many answers as
+    are needed.
     """
 
-    quorum: int = 1
+    quorum: int | None = None
     tries: int = 1
     spare: float = 0.0
+
+    def least(self, num_clients: int) -> int:
+        """The answers without which a round of so many clients does not count.
+
+        >>> [Tolerance().least(count) for count in (1, 2, 3, 10)], Tolerance(quorum=4).least(3)
+        ([1, 1, 2, 5], 3)
+        """
+        half = math.ceil(num_clients / 2)
+        return half if self.quorum is None else min(self.quorum, num_clients)
 
 
 @dataclass(eq=False)
@@ -188,6 +199,7 @@ class Loop:
     pace: Pace = field(default_factory=Pace)
     watch: Watch = ignore
     tolerance: Tolerance = field(default_factory=Tolerance)
+    keep: Callable[[State], None] = lambda state: None  # what is done with the finished state
     origins: tuple[Origin, ...] = field(default_factory=lambda: (origin(),), init=False)
 
     def __post_init__(self) -> None:
@@ -222,15 +234,7 @@ class Loop:
     def _round(self, state: State, phase: Phase) -> Checkpoint:
         """One communication round; the state after it, and what clients keep with it."""
         started = time.perf_counter()
-        quorum, kept = self.tolerance.quorum, self.engine.kept()
-        merged, ledger = self._exchange(state, phase, state.round + 1)
-        for _ in range(self.tolerance.tries - 1):
-            if ledger.has(quorum):
-                break
-            self.watch(RoundLost(state.round + 1, ledger.num_accepted, quorum))
-            self.engine.restore(kept)  # what clients kept with it is forgotten too
-            merged, ledger = self._exchange(state, phase, state.round + 1)
-        ledger.refuse_less_than(quorum, f"phase {phase.name}, round {state.round + 1}")
+        merged, ledger = self._counted(state, phase, state.round + 1)
         done = RoundDone(
             state.round + 1,
             phase.name,
@@ -246,6 +250,19 @@ class Loop:
         self._record(done)
         return Checkpoint(replace(merged, round=state.round + 1), self.engine.kept())
 
+    def _counted(self, state: State, phase: Phase, number: int) -> tuple[State, _Ledger]:
+        """An exchange with enough answers, tried so often; refused if there are too few."""
+        kept = self.engine.kept()
+        merged, ledger = self._exchange(state, phase, number)
+        for _ in range(self.tolerance.tries - 1):
+            if ledger.has_enough:
+                break
+            self.watch(RoundLost(number, ledger.num_accepted, ledger.quorum))
+            self.engine.restore(kept)  # what clients kept with it is forgotten too
+            merged, ledger = self._exchange(state, phase, number)
+        ledger.refuse_too_few(f"phase {phase.name}, round {number}")
+        return merged, ledger
+
     def _exchange(self, state: State, phase: Phase, number: int) -> tuple[State, _Ledger]:
         """Plan, let clients work, merge what is usable."""
         state = replace(state, phase=phase.name)
@@ -259,14 +276,15 @@ class Loop:
         total = num_rounds(self.method, self.setup)
         self.watch(RoundStarted(number, phase.name, len(tasks), total))
         opened = partial(self.method.opened, self.setup, state)
-        ledger = _Ledger(self.setup, state.params, self.watch, opened)
+        needed = min(len(tasks), phase.needed(self.setup.clients))
+        quorum = self.tolerance.least(needed)
+        ledger = _Ledger(self.setup, state.params, self.watch, opened, quorum)
         sent = Counter(subnet for task in tasks for subnet in task.subnets)
         ledger.bytes_down = sum(num_bytes(self.setup, s) * count for s, count in sent.items())
         whole = (task.params.values() for task in tasks if not task.subnets)
         ledger.bytes_down += sum(tensor.nbytes for tensors in whole for tensor in tensors)
         self.engine.tell = lambda client, done: self.watch(ClientProgress(client, done))
-        needed = {"enough": phase.needed(self.setup.clients)} if spare else {}
-        results = self.engine.run(tasks, **needed)
+        results = self.engine.run(tasks, **({"enough": needed} if spare else {}))
         merged = self.method.merge(self.setup, state, ledger.accepted(tasks, results))
         self.engine.tell = nobody  # whoever evaluates is not one of the round's clients
         return merged, ledger
@@ -282,8 +300,7 @@ class Loop:
         for phase in self.method.phases(self.setup):
             if phase.is_closing:
                 for _ in range(phase.rounds):
-                    merged, ledger = self._exchange(state, phase, state.round)
-                    ledger.refuse_less_than(1, f"phase {phase.name}, round {state.round}")
+                    merged, ledger = self._counted(state, phase, state.round)
                     state = replace(merged, round=state.round)
                     ledgers.append(ledger)
         return state, ledgers
@@ -297,6 +314,8 @@ class Loop:
         """The finished state, and its scores."""
         started = time.perf_counter()
         finished, ledgers = self._finished(state)
+        if is_final:
+            self.keep(finished)  # before an evaluation that may fail
         failures = [failure for ledger in ledgers for failure in ledger.failures]
         scores = tuple(
             evaluate(
@@ -438,10 +457,15 @@ class _Ledger:
     """Lets good updates through, refuses bad ones, and counts both."""
 
     def __init__(
-        self, setup: Setup, params: Params, watch: Watch, opened: Callable[[Update], Update]
+        self,
+        setup: Setup,
+        params: Params,
+        watch: Watch,
+        opened: Callable[[Update], Update],
+        quorum: int,
     ) -> None:
         self._setup, self._params, self._watch = setup, params, watch
-        self._opened = opened
+        self._opened, self.quorum = opened, quorum
         self.failures: list[Failure] = []
         self.num_accepted = 0
         self.bytes_down = 0
@@ -482,15 +506,16 @@ class _Ledger:
         """What clients sent, all together."""
         return self.sent.total()
 
-    def has(self, quorum: int) -> bool:
-        """Whether as many answers could be used as must be, or as were asked for."""
-        return self.num_accepted >= quorum or not self.failures
+    @property
+    def has_enough(self) -> bool:
+        """Whether as many answers could be used as must be."""
+        return self.num_accepted >= self.quorum
 
-    def refuse_less_than(self, quorum: int, when: str) -> None:
+    def refuse_too_few(self, when: str) -> None:
         """Raises if there are fewer answers."""
-        if not self.has(quorum):
+        if not self.has_enough:
             count = self.num_accepted
-            who = f"{count} of {quorum} clients that are needed" if count else "no client"
+            who = f"{count} of {self.quorum} clients that are needed" if count else "no client"
             raise TrainingError(
                 f"{who} gave a usable answer in {when}; {_commonest(self.failures)}"
             )

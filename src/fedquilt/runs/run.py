@@ -361,14 +361,22 @@ def train(
             watch,
             tolerance or Tolerance(),
         )
+
+        def described(state: State) -> dict[str, Any]:
+            came = {
+                "kept": {str(c): v for c, v in running.kept().items()},
+                "chosen": {str(c): s.encode().decode() for c, s in state.chosen.items()},
+                "origins": [dict(place) for place in loop.origins],
+            }
+            return {**_description(setup, method), **(about or {}), **came}
+
+        def keep(state: State) -> None:
+            if folder is not None:
+                bundle.save(folder / "model", state.params, found, described(state))
+
+        loop.keep = keep
         state, scores = loop.run(resume=resume)
-        kept = {str(c): v for c, v in running.kept().items()}
-        chosen = {str(c): s.encode().decode() for c, s in state.chosen.items()}
-        came = {"kept": kept, "chosen": chosen, "origins": [dict(place) for place in loop.origins]}
-        described = {**_description(setup, method), **(about or {}), **came}
-        if folder is not None:
-            bundle.save(folder / "model", state.params, found, described)
-    return Run(setup, method, state, scores, clients, folder, described, whole)
+        return Run(setup, method, state, scores, clients, folder, described(state), whole)
 
 
 def local_engine(workers: int | None, timeouts: Timeouts | None = None) -> MakeEngine:
