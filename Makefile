@@ -1,13 +1,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-federation lint types bench clean
+.PHONY: demo test test-docs test-federation lint types bench clean
 
 demo: .venv/demo  ## train on the embedded digits over clients of five sizes
 	$(BIN)/fedquilt train
 
 test: .venv/test lint types  ## everything that must hold
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+test-docs: .venv/test  ## every command and code block of README and docs/ as typed; an hour
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m docs tests/test_docs.py
 
 test-federation: .venv/test  ## runs on Flower for real: every method, and what may go wrong; half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m federation tests/deploy

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from fedquilt.errors import ConfigError
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.architectures import (
     Architecture,
@@ -517,13 +516,9 @@ def _draw_grid(panel: Any, figure: Grid) -> None:
 
 @contextmanager
 def _axes(figure: Figure, path: Path) -> Iterator[list[Any]]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure as Canvas
-    except ImportError:
-        raise ConfigError(
-            "pictures need matplotlib; install it with: pip install 'fedquilt[report]'"
-        ) from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+    from matplotlib.figure import Figure as Canvas
+
     count = len(figure.panels) if isinstance(figure, Boxes) else 1
     size = (4.2 * count + 1.5, 4.0)
     if isinstance(figure, Grid):  # so that every cell has room for its label
