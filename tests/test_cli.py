@@ -133,6 +133,22 @@ def test_no_command_shows_the_commands():
 # train
 
 
+@pytest.mark.parametrize("method", ["heterofl", "splitmix", "standalone", "apfl"])
+def test_what_to_type_next_can_be_typed(method, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    tiny = ["--model", "mine.py:net", "--clients", "3", "--budgets", "1,0.25", "--rounds", "1"]
+    trained = fedquilt("train", "--method", method, *tiny, "--workers", "0", "--out", "a run")
+    assert trained.code == 0, trained.err
+    commands = [shlex.split(line) for line in trained.out.partition("Next:\n")[2].splitlines()]
+    names = [words[1] for words in commands]
+    assert names == ["evaluate", *["customize"] * (method != "standalone"), "report"]
+    for name, *words in (words[1:] for words in commands):
+        workers = [] if name == "customize" else ["--workers", "0"]
+        result = fedquilt(name, *words, *workers)
+        assert result.code == 0, result.err
+
+
 def test_train_shows_a_table_its_seed_and_what_to_type_next(finished):
     folder, result = finished
     assert "seed 7" in result.out

@@ -32,6 +32,7 @@ from fedquilt.data.source import Source
 from fedquilt.deploy.launch import ENGINES, place_of, spelled_out, trained
 from fedquilt.errors import CheckpointError, ConfigError, unknown
 from fedquilt.federation.state import Phase
+from fedquilt.methods.method import shares_weights
 from fedquilt.models.pretrained import Matched
 from fedquilt.report.progress import Watch
 from fedquilt.runs.configured import is_finished, opened, ready, rounds_done
@@ -292,12 +293,15 @@ def _finish(run: Run, *, as_json: bool) -> None:
     """The end of a training: its table, and what to type next."""
     show_scores(run, run.scores, as_json=as_json)
     if not as_json:
-        folder = shlex.quote(str(run.folder))
+        say(console_for(), "", "Next:", *(f"  {command}" for command in _next_commands(run)))
+
+
+def _next_commands(run: Run) -> list[str]:
+    """What can be typed after a training: a model is taken away only if it is not the clients'."""
+    folder = str(run.folder)
+    found = [["evaluate", folder]]
+    if shares_weights(run.setup, run.method):
         small = min((score.width for score in run.scores), default=1.0)
-        say(
-            console_for(),
-            "",
-            "Next:",
-            f"  fedquilt evaluate {folder}",
-            f"  fedquilt customize {folder} --width {small:g} --out small.onnx",
-        )
+        found.append(["customize", folder, "--width", str(small), "--out", "small.onnx"])
+    found.append(["report", folder, "--out", "report"])
+    return [shlex.join(["fedquilt", *words]) for words in found]
