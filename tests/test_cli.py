@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedquilt.cli import main
+from fedquilt.files import write_document
 from fedquilt.methods import METHODS
 from fedquilt.models import make
 from fedquilt.report.progress import Watch
@@ -49,9 +50,12 @@ class Result:
         return json.loads(self.out)
 
 
-def fedquilt(*arguments):
-    """What a command prints and returns, in this process."""
+def fedquilt(*arguments, trust=True):
+    """What a command prints and returns, in this process; runs here are ours."""
     out, err = io.StringIO(), io.StringIO()
+    is_about_a_run = arguments and arguments[0] in ("customize", "evaluate", "report")
+    if trust and (is_about_a_run or "--resume" in arguments) and "--help" not in arguments:
+        arguments = (*arguments, "--trust")
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ending:
         main([str(a) for a in arguments])
     return Result(ending.value.code or 0, out.getvalue(), err.getvalue())
@@ -260,17 +264,49 @@ def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
     assert assert_says_how_to_go_on(process.returncode, err) >= 2
 
 
-def test_sigterm_saves_and_says_how_to_resume(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_save_and_say_how_to_resume(tmp_path, monkeypatch, number):
     class Stop(Watch):
         def __call__(self, event):
             if isinstance(event, RoundStarted) and event.round == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
 
     asked = [*TINY, "--rounds", "10000", "--checkpoint-every", "0", "--workers", "0"]
     with monkeypatch.context() as patched:
         patched.setattr("fedquilt.cli.train.Watch", Stop)
         result = fedquilt("train", *asked, "--out", tmp_path / "a")
     assert assert_says_how_to_go_on(result.code, result.err) == 2
+
+
+def test_a_hangup_that_is_ignored_stops_nothing(tmp_path, monkeypatch):
+    """As behind nohup."""
+
+    class Hangup(Watch):
+        def __call__(self, event):
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr("fedquilt.cli.train.Watch", Hangup)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        result = fedquilt(
+            "train", *TINY, "--rounds", "1", "--workers", "1", "--out", tmp_path / "a"
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert result.code == 0, result.err
+
+
+def test_training_goes_on_when_nobody_reads_what_it_says(tmp_path):
+    """As behind ``| head -1``."""
+    asked = [*TINY, "--rounds", "4", "--checkpoint-every", "0", "--workers", "1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = started("train", *asked, "--out", tmp_path / "a", **pipes)
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=120) == 0
+    assert (tmp_path / "a" / "model" / "bundle.json").exists()
 
 
 def test_resuming_a_finished_run_says_so_and_changes_nothing(finished):
@@ -316,8 +352,10 @@ def test_a_corrupt_checkpoint_is_refused_and_nothing_is_written(copied):
 
 
 def test_a_foreign_checkpoint_is_refused_and_nothing_is_written(copied):
-    about = copied / "checkpoints" / "round-000002" / "state.json"
-    about.write_text(about.read_text().replace('"fingerprint": "', '"fingerprint": "f'))
+    path = copied / "checkpoints" / "round-000002" / "state.json"
+    about = json.loads(path.read_text())
+    del about["digest"]
+    write_document(path, {**about, "fingerprint": "f"})
     before = contents(copied)
     assert_refused(fedquilt("train", "--resume", copied, "--rounds", "3"), "another run")
     assert contents(copied) == before
@@ -716,6 +754,70 @@ def test_a_directory_that_holds_a_run_or_other_files_is_left_alone(finished, tmp
     assert_refused(fedquilt("train", *TINY, "--out", tmp_path), "not empty")
     assert_refused(fedquilt("train", *TINY, "--out", tmp_path / "thesis.tex"), "thesis.tex")
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+# code
+
+
+@pytest.fixture
+def foreign(finished, copied, tmp_path):
+    """A directory of somebody else, whose model is a file that leaves word when it runs."""
+    trace, file = tmp_path / "it-ran", tmp_path / "theirs.py"
+    file.write_text(f"open({str(trace)!r}, 'w').close()\n" + NET)
+    config = copied / "config.toml"
+    mine = re.search(r'^name = "(.*mine\.py:net)"', config.read_text(), re.MULTILINE)[1]
+    config.write_text(config.read_text().replace(mine, f"{file}:net"))
+    path = copied / "model" / "bundle.json"
+    about = json.loads(path.read_text())
+    about["config"]["model"]["name"] = f"{file}:net"
+    about.pop("digest", None)
+    write_document(path, about)
+    return copied, mine, trace
+
+
+def commands(folder, tmp_path):
+    return {
+        "customize": ["customize", folder, "--out", tmp_path / "x.safetensors"],
+        "evaluate": ["evaluate", folder],
+        "report": ["report", folder, "--out", tmp_path / "page"],
+        "finished": ["train", "--resume", folder],
+        "resume": ["train", "--resume", folder, "--rounds", "3"],
+    }
+
+
+@pytest.mark.parametrize("name", commands("", Path()))
+def test_code_that_a_directory_names_does_not_run(foreign, tmp_path, name):
+    folder, _, trace = foreign
+    before = contents(folder)
+    result = fedquilt(*commands(folder, tmp_path)[name], trust=False)
+    assert_refused(result, "names code as its model", "theirs.py:net", "--trust")
+    assert not trace.exists()
+    assert contents(folder) == before
+    fedquilt(*commands(folder, tmp_path)[name], trust=True)
+    assert trace.exists()
+
+
+@pytest.mark.parametrize("name", ["customize", "evaluate"])
+def test_code_that_the_user_names_runs_instead_of_the_directorys(foreign, tmp_path, name):
+    folder, mine, trace = foreign
+    result = fedquilt(*commands(folder, tmp_path)[name], "--model", mine, trust=False)
+    assert result.code == 0, result.err
+    assert not trace.exists()
+
+
+def test_a_run_is_resumed_with_the_code_that_the_user_names(finished, copied):
+    file = re.search(r'^name = "(.*mine\.py:net)"', (copied / "config.toml").read_text(), re.M)[1]
+    asked = ["train", "--resume", copied, "--rounds", "3", "--model", file]
+    result = fedquilt(*asked, trust=False)
+    assert result.code == 0, result.err
+
+
+def test_a_finished_runs_settings_do_not_let_its_bundle_name_code(foreign, finished, tmp_path):
+    folder, mine, trace = foreign
+    (folder / "config.toml").write_bytes((finished[0] / "config.toml").read_bytes())
+    result = fedquilt("train", "--resume", folder, "--model", mine, trust=False)
+    assert result.code == 0, result.err
+    assert not trace.exists()
 
 
 def test_a_damaged_model_is_refused(copied):

@@ -10,6 +10,7 @@ import typer
 
 from fedquilt import __version__
 from fedquilt.cli import cost, customize, evaluate, report, train, up
+from fedquilt.cli.output import lasting_output
 from fedquilt.errors import FedquiltError
 
 UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy which typer has
@@ -18,7 +19,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command and exits: 0, 2 on bad input, 130 when stopped."""
-    sys.exit(_status(arguments))
+    with lasting_output():
+        status = _status(arguments)
+    sys.exit(status)
 
 
 def _status(arguments: Sequence[str] | None) -> int:

@@ -17,6 +17,8 @@ from fedquilt.cli.options import (
     MemoryLimit,
     ParamsLimit,
     RunFolder,
+    RunModel,
+    Trust,
     UploadLimit,
     given,
 )
@@ -58,6 +60,8 @@ def customize(
     macs: MacsLimit = None,
     memory: MemoryLimit = None,
     upload: UploadLimit = None,
+    model: RunModel = None,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Take a model of the size you need out of a finished run.
@@ -72,7 +76,7 @@ def customize(
             raise ConfigError("a family takes the robustness as an input; leave out --robustness")
     if client is not None and (width < 1 or limits or family or robustness is not None):
         raise ConfigError("the net of a client has the size that it chose; give --client alone")
-    run = opened(folder)
+    run = opened(folder, model=model, trust=trust)
     small = run.customize(width, robustness, client=client, **limits)
     facts = _facts(run, small, client=client, is_family=family)
     kept = {**facts, "config": run.about["config"]}

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedquilt.cli.options import AsJson, RunFolder, Workers, given, widths_in
+from fedquilt.cli.options import AsJson, RunFolder, RunModel, Trust, Workers, given, widths_in
 from fedquilt.cli.scores import document, rows_of, show_scores
 from fedquilt.config import checked, override, population_of, source_of
 from fedquilt.errors import ConfigError
@@ -42,6 +42,8 @@ def evaluate(
     data: Annotated[
         str | None, typer.Option(help="Other data than the run's: a set, .npz or folder.")
     ] = None,
+    model: RunModel = None,
+    trust: Trust = False,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
@@ -49,7 +51,7 @@ def evaluate(
     sizes = None if widths is None else widths_in([widths])
     dials = () if robustness is None else _dials(robustness)
     attacker = _attacker(given({"epsilon": epsilon, "steps": steps}), wanted=attack)
-    run = opened(folder)
+    run = opened(folder, model=model, trust=trust)
     config = config_of(run.about)
     source = source_of(checked(override(config.model_dump(), given({"data.source": data}))))
     population = population_of(config, as_trained(run, source))

@@ -13,6 +13,14 @@ from fedquilt.errors import ConfigError
 from fedquilt.structure.budget import Budget
 
 RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a finished run.")]
+RunModel = Annotated[
+    str | None,
+    typer.Option("--model", help="The run's model, if its file.py:function is another now."),
+]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Run the file.py:function that the run's directory names."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Workers = Annotated[
     int | None, typer.Option(help="Worker processes; 0: this process; default one per core.")

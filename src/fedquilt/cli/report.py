@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedquilt.cli.console import console_for, print_json, say
-from fedquilt.cli.options import AsJson, Workers
+from fedquilt.cli.options import AsJson, Trust, Workers
 from fedquilt.config import population_of, source_of
 from fedquilt.evaluation.targets import checked_target
 from fedquilt.report.runs import report as write_report
@@ -31,6 +31,7 @@ def report(
         list[float] | None,
         typer.Option(help="An accuracy, such as 0.4: the rounds to reach it. Repeatable."),
     ] = None,
+    trust: Trust = False,
     workers: Workers = None,
     as_json: AsJson = False,
 ) -> None:
@@ -48,7 +49,9 @@ def report(
     run.
     """
     targets = [checked_target(accuracy) for accuracy in target or ()]  # before a run is read
-    runs = [_with_clients(opened(folder)) if clients else opened(folder) for folder in folders]
+    runs = [opened(folder, trust=trust) for folder in folders]
+    if clients:
+        runs = [_with_clients(run) for run in runs]
     page = write_report(runs, out, targets=targets, clients=clients, workers=workers)
     if as_json:
         print_json({"page": str(page), "data": str(page.parent / "report.json")})

@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 
 from fedquilt.cli.console import console_for, say
-from fedquilt.cli.options import AsJson, Settings, Workers, assignments, given
+from fedquilt.cli.options import AsJson, Settings, Trust, Workers, assignments, given
 from fedquilt.cli.scores import show_scores
-from fedquilt.cli.stopping import sigterm_as_ctrl_c
+from fedquilt.cli.stopping import signals_as_ctrl_c
 from fedquilt.config import (
     Config,
     as_value,
@@ -33,9 +33,10 @@ from fedquilt.deploy.launch import ENGINES, place_of, spelled_out, trained
 from fedquilt.errors import CheckpointError, ConfigError, unknown
 from fedquilt.federation.state import Phase
 from fedquilt.methods.method import shares_weights
+from fedquilt.models import is_code
 from fedquilt.models.pretrained import Matched
 from fedquilt.report.progress import Watch
-from fedquilt.runs.configured import is_finished, opened, ready, rounds_done
+from fedquilt.runs.configured import is_finished, opened, ready, refuse_code, rounds_done
 from fedquilt.runs.run import Run
 
 EXAMPLE = "fedquilt train --data mnist --clients 100 --fraction 0.1 --budgets a1-e9"
@@ -107,6 +108,7 @@ def train(
             "your Flower configuration. Without it --engine flower starts one for this run.",
         ),
     ] = None,
+    trust: Trust = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -142,9 +144,11 @@ def train(
     engine = _engine(engine, federation)
     run: Run | None
     if engine != "local":
-        run = _on_flower(changes, out, resume, engine, federation, console)
+        run = _on_flower(changes, out, resume, engine, federation, console, trust=trust)
+    elif resume is not None:
+        run = _resumed(changes, resume, console, trust=trust)
     else:
-        run = _resumed(changes, resume, console) if resume else _started(changes, out, console)
+        run = _started(changes, out, console)
     if run is not None:
         _finish(run, as_json=as_json)
 
@@ -175,21 +179,22 @@ def _next_free(config: Config) -> Path:
     return folder
 
 
-def _resumed(changes: Mapping[str, Any], folder: Path, console: Console) -> Run:
+def _resumed(changes: Mapping[str, Any], folder: Path, console: Console, *, trust: bool) -> Run:
     """A run that was stopped, trained to its end; or a finished one, as it is."""
-    config = _resumable(changes, folder, on_flower=False)
+    config = _resumable(changes, folder, on_flower=False, trust=trust)
     if is_finished(folder, config.rounds):
         return _as_it_is(folder, config, console)
     return _watched(config, source_of(config), folder, console, resume=True)
 
 
-def _resumable(changes: Mapping[str, Any], folder: Path, *, on_flower: bool) -> Config:
+def _resumable(changes: Mapping[str, Any], folder: Path, *, on_flower: bool, trust: bool) -> Config:
     """The settings of a run that was stopped, with what may change."""
     if not (folder / "config.toml").is_file():
         raise CheckpointError(f"{folder} holds no run to resume; start one with --out {folder}")
     before = checked(read(folder / "config.toml"))
     config = checked(override(before.model_dump(), changes))
     _refuse_other_settings(before, config, folder)
+    refuse_code(before, folder, trust=trust or "model.name" in changes)
     if on_flower != (before.flower.name is not None):
         other = "leave out --engine" if on_flower else "add --engine flower"
         raise ConfigError(f"a resumed run keeps its engine, and so its clients; {other}")
@@ -208,7 +213,7 @@ def _refuse_other_settings(before: Config, config: Config, folder: Path) -> None
 
 def _as_it_is(folder: Path, config: Config, console: Console) -> Run:
     say(console, f"{folder} is finished: all of its {config.rounds} rounds are done")
-    return opened(folder)
+    return opened(folder, model=config.model.name)
 
 
 def _watched(
@@ -216,7 +221,7 @@ def _watched(
 ) -> Run:
     """A run trained to its end, with its progress on the console."""
     watch = Watch(console, config.rounds)
-    with _stoppable(folder, lambda: watch.num_rounds):
+    with _stoppable(folder, lambda: watch.num_rounds, _trusting(config.model.name)):
         matched: list[Matched] = []
         train_it = ready(config, source, folder, resume=resume, tell=matched.append)
         say(console, f"{config.method.name} on {source.name}, seed {config.seed}, in {folder}")
@@ -248,17 +253,20 @@ def _on_flower(
     engine: str,
     federation: str | None,
     console: Console,
+    *,
+    trust: bool,
 ) -> Run | None:
     """A run on Flower, trained to its end; None if its directory is on another machine."""
     place = None if federation is None else place_of(federation)
     if resume is not None:
-        folder, config = resume, _resumable(changes, resume, on_flower=True)
+        folder, config = resume, _resumable(changes, resume, on_flower=True, trust=trust)
         if is_finished(folder, config.rounds):
             return _as_it_is(folder, config, console)
     else:
         config = spelled_out(checked(override({}, changes)), place)
         folder = out or _next_free(config)
     again = ["--engine", engine, *([] if federation is None else ["--federation", federation])]
+    again += _trusting(config.model.name)
     with _stoppable(folder, lambda: config.rounds, again):
         say(console, f"{config.method.name} on Flower, seed {config.seed}, in {folder}")
         run = trained(
@@ -278,15 +286,20 @@ def _on_flower(
 def _stoppable(
     folder: Path, num_rounds: Callable[[], int], more: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Lets Ctrl-C and SIGTERM stop a run, which saves itself, and says how to go on."""
+    """Lets Ctrl-C, SIGTERM and SIGHUP stop a run, which saves itself, and says how to go on."""
     try:
-        with sigterm_as_ctrl_c():
+        with signals_as_ctrl_c():
             yield
     except KeyboardInterrupt:
         again = shlex.join(["fedquilt", "train", "--resume", str(folder), *more])
         where = f"stopped after round {rounds_done(folder)} of {num_rounds()}"
         print(f"fedquilt: {where}; go on with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def _trusting(model: str) -> list[str]:
+    """What a command about the run needs if its model is code."""
+    return ["--trust"] if is_code(model) else []
 
 
 def _finish(run: Run, *, as_json: bool) -> None:
@@ -304,4 +317,5 @@ def _next_commands(run: Run) -> list[str]:
         small = min((score.width for score in run.scores), default=1.0)
         found.append(["customize", folder, "--width", str(small), "--out", "small.onnx"])
     found.append(["report", folder, "--out", "report"])
-    return [shlex.join(["fedquilt", *words]) for words in found]
+    more = _trusting(run.about["config"]["model"]["name"])
+    return [shlex.join(["fedquilt", *words, *more]) for words in found]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 
 from fedquilt.cli.console import console_for, say
-from fedquilt.cli.stopping import sigterm_as_ctrl_c
+from fedquilt.cli.stopping import signals_as_ctrl_c
 from fedquilt.deploy.federation import Federation, NodeStatus
 from fedquilt.deploy.launch import node_configs, sample_app
 from fedquilt.report import nodes as node_report
@@ -64,7 +64,7 @@ def up(
         out, node_configs(nodes, budgets, data or ()), insecure=insecure, port=port
     )
     say(console, f"starting a SuperLink and {nodes} nodes in {out}")
-    with sigterm_as_ctrl_c(), suppress(KeyboardInterrupt), federation:
+    with signals_as_ctrl_c(), suppress(KeyboardInterrupt), federation:
         _describe_federation(federation, console)
         try:
             _watch_nodes(federation, console)

@@ -125,7 +125,7 @@ def trained(
             raise type(problem)(f"{problem}{_remedy(folder)}") from problem
     if not (folder / "model").is_dir():
         return None
-    return opened(folder)
+    return opened(folder, model=config.model.name)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from fedquilt.federation.client import SERVER
 from fedquilt.federation.state import Setup
 from fedquilt.files import write_text
 from fedquilt.report.progress import Lines
-from fedquilt.runs.configured import begun
+from fedquilt.runs.configured import begun, refuse_code
 from fedquilt.runs.run import Run
 
 
@@ -105,6 +105,7 @@ def _named(config: Config) -> Config:
 def _resumed(config: Config, folder: Path) -> Config:
     """The settings that the run was started with; how it goes about it may be another."""
     started = checked(read(folder / "config.toml"))
+    refuse_code(started, folder, trust=started.model.name == config.model.name)
     flower = {**config.flower.model_dump(), "name": started.flower.name}
     changes = {"rounds": max(config.rounds, started.rounds), "flower": flower}
     return checked(override(started.model_dump(), changes))

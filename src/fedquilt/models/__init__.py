@@ -44,9 +44,14 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+def is_code(name: str) -> bool:
+    """Whether a model is a function in a Python file, which runs when the model is made."""
+    return ":" in name
+
+
 def find(name: str) -> Callable[..., nn.Module]:
     """What makes a model: by name, or ``file.py:function``."""
-    factory = _from_file(name) if ":" in name else MODELS.get(name)
+    factory = _from_file(name) if is_code(name) else MODELS.get(name)
     if factory is None:
         raise ConfigError(unknown("model", name, MODELS) + ", or give file.py:function")
     return factory

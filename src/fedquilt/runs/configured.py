@@ -17,6 +17,7 @@ from fedquilt.config import (
     example_of,
     method_of,
     model_of,
+    override,
     population_of,
     structure_of,
 )
@@ -29,6 +30,7 @@ from fedquilt.errors import CheckpointError, ConfigError, DataError
 from fedquilt.federation.state import Setup
 from fedquilt.files import locked, write_text
 from fedquilt.methods.method import Method
+from fedquilt.models import is_code
 from fedquilt.models.pretrained import Matched, load_pretrained
 from fedquilt.runs import checkpoint
 from fedquilt.runs.loop import Pace, Tolerance, Watch, refuse_other_rounds
@@ -166,8 +168,12 @@ def _is_evaluated(folder: Path) -> bool:
     return not path.exists() or '"is_final": true' in path.read_text(errors="replace")
 
 
-def opened(folder: Path) -> Run:
-    """A finished run from its directory alone."""
+def opened(folder: Path, *, model: str | None = None, trust: bool = False) -> Run:
+    """A finished run from its directory alone.
+
+    A directory is data. If it names a Python file as its model, that file is run only with
+    ``trust``; a ``model`` that is given here is made instead of the one that the directory names.
+    """
     about = bundle.load(folder / "model").about
     if "config" not in about:
         raise CheckpointError(
@@ -175,7 +181,21 @@ def opened(folder: Path) -> Run:
             "open it there with fedquilt.open_run"
         )
     config = config_of(about)
+    if model is None:
+        refuse_code(config, folder, trust=trust)
+    else:
+        config = checked(override(config.model_dump(), {"model.name": model}))
     return open_run(folder, model_of(config), method_of(config), exclude=config.model.exclude)
+
+
+def refuse_code(config: Config, folder: Path, *, trust: bool) -> None:
+    """Refuses settings of a directory that would run a file of somebody's choice."""
+    name = config.model.name
+    if is_code(name) and not trust:
+        raise ConfigError(
+            f"{folder} names code as its model, '{name}', and a directory may come from anybody; "
+            "if you trust that file add --trust, or name it yourself: --model FILE.py:FUNCTION"
+        )
 
 
 def config_of(about: Mapping[str, Any]) -> Config:

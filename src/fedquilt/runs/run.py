@@ -27,6 +27,7 @@ from fedquilt.errors import (
     BudgetError,
     CheckpointError,
     ConfigError,
+    DamageError,
     DataError,
     StructureError,
     TrainingError,
@@ -533,7 +534,10 @@ def open_run(
         raise _of_another_model(folder)
     chosen = {int(c): Subnet.decode(s.encode()) for c, s in found.about.get("chosen", {}).items()}
     state = State(setup.rounds, "", found.params, chosen=chosen)
-    scores = final_scores(folder, num_rounds(method, setup))
+    try:
+        scores = final_scores(folder, num_rounds(method, setup))
+    except DamageError:  # the model is whole all the same
+        scores = ()
     return Run(setup, method, state, scores, clients, folder, found.about, whole)
 
 
