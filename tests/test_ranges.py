@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import fedquilt as fq
+from fedquilt.config import checked
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.methods.method import Rounds
 from fedquilt.ranges import Count, check_fields
@@ -35,6 +36,17 @@ def test_an_optimiser_refuses_what_no_training_can_use(name, value):
     assert repr(value) in str(refusal.value)
 
 
+OUTSIDE = {"lr": 0, "momentum": 1, "weight_decay": -1, "epochs": 0, "batch_size": 0, "clip": -1}
+
+
+@pytest.mark.parametrize(("name", "value"), (OUTSIDE | {"decay": 0, "falling": 1.1}).items())
+def test_settings_of_a_file_have_the_same_ranges(name, value):
+    with pytest.raises(ConfigError, match=f"'optimiser.{name}"):
+        checked({"optimiser": {name: value}})
+    with pytest.raises(ConfigError, match=f"'{name}' of Optimiser"):
+        fq.Optimiser(**{name: value})
+
+
 def test_the_ends_of_every_range_belong_to_it_or_do_not():
     steps = fq.Optimiser(
         lr=1, momentum=0, weight_decay=0, epochs=1, batch_size=1, clip=None, falling=1
@@ -48,7 +60,7 @@ def test_a_list_is_taken_for_the_tuple_that_is_meant():
 
 
 @pytest.mark.parametrize("name", fq.METHODS)
-@pytest.mark.parametrize("fraction", [0, -0.5, 1.5, math.nan, "0.5", None])
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.5, math.nan, "0.5"])
 def test_every_method_refuses_a_fraction_that_is_none(name, fraction):
     with pytest.raises(ConfigError, match=r"setting 'fraction' of \w+: .*got "):
         fq.METHODS[name](fraction=fraction)

@@ -25,6 +25,7 @@ from fedquilt.federation.mix import Mix
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
 from fedquilt.models import find, make
+from fedquilt.ranges import BelowOne, Count, Fraction, NotNegative, Positive
 from fedquilt.structure.cost import SHORT, is_recurrent
 from fedquilt.structure.groups import Structure
 from fedquilt.training.descent import Optimiser
@@ -76,22 +77,22 @@ class MethodSection(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str = "heterofl"
-    fraction: float | None = Field(None, gt=0, le=1)
+    fraction: Fraction | None = None
 
 
 class OptimiserSection(_Section):
     """Local SGD; what is left out has the method's default."""
 
-    lr: float | None = Field(None, gt=0)
-    momentum: float | None = Field(None, ge=0, lt=1)
-    weight_decay: float | None = Field(None, ge=0)
-    epochs: int | None = Field(None, ge=1)
-    batch_size: int | None = Field(None, ge=1)
-    clip: float | None = Field(None, ge=0)  # 0: no clipping
+    lr: Positive | None = None
+    momentum: BelowOne | None = None
+    weight_decay: NotNegative | None = None
+    epochs: Count | None = None
+    batch_size: Count | None = None
+    clip: NotNegative | None = None  # 0: no clipping
     milestones: tuple[int, ...] | None = None
-    decay: float | None = Field(None, gt=0)
+    decay: Positive | None = None
     cosine: bool | None = None
-    falling: float | None = Field(None, gt=0, le=1)
+    falling: Fraction | None = None
 
 
 class RunSection(_Section):

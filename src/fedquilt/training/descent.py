@@ -9,15 +9,14 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.func import stack_module_state, vmap
 
 from fedquilt.errors import ConfigError
-from fedquilt.ranges import Count, Fraction, NotNegative, Positive, check_fields
+from fedquilt.ranges import BelowOne, Count, Fraction, NotNegative, Positive, check_fields
 from fedquilt.structure.trace import Example, arguments, call_with, named_tensors
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.objectives import Objective, Plain
@@ -28,7 +27,7 @@ class Optimiser:
     """Settings of local SGD, and how the learning rate falls from round to round."""
 
     lr: Positive = 0.01
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: BelowOne = 0.9
     weight_decay: NotNegative = 5e-4
     epochs: Count = 5
     batch_size: Count = 10
