@@ -65,6 +65,7 @@ class ModelSection(BaseModel):
     name: str = "heterofl-cnn"
     exclude: tuple[str, ...] = ()
     blocks: tuple[str, ...] | None = None  # that may be skipped; None: those that are found
+    keep_numbers: tuple[str, ...] = ()  # of modules, that look like widths and are none
     weights: str | None = None  # a file to start from: .safetensors or a state dict
     weights_strict: bool = True  # all of it must fit, but for the number of classes
 
@@ -360,7 +361,13 @@ def structure_of(config: Config, model: nn.Module, example: Tensor) -> Structure
 
     It does the same at every position, and to follow all of them takes long.
     """
-    trace = partial(Structure.trace, exclude=config.model.exclude, blocks=config.model.blocks)
+    chosen = config.model
+    trace = partial(
+        Structure.trace,
+        exclude=chosen.exclude,
+        blocks=chosen.blocks,
+        keep_numbers=chosen.keep_numbers,
+    )
     if is_recurrent(model) and example.ndim == 2 and example.shape[1] > SHORT[-1]:
         with suppress(RuntimeError, StructureError):  # a net of one length
             return trace(model, example[:, : SHORT[-1]])

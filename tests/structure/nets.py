@@ -746,6 +746,101 @@ class Root(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
+class Chance(nn.Module):
+    """Words, a normalisation, and a number that has nothing to do with the width it equals."""
+
+    def __init__(self, use: str, dim: int = 6, number: float = 6) -> None:
+        super().__init__()
+        self.use, self.number = use, number
+        self.embed, self.norm = nn.Embedding(20, dim), nn.LayerNorm(dim)
+        self.mix, self.fc = nn.Linear(dim, dim), nn.Linear(dim, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.embed(x))
+        if self.use == "length":
+            x = x[:, : self.number]
+        elif self.use == "pool":
+            x = F.adaptive_max_pool1d(x.transpose(1, 2), self.number).transpose(1, 2)
+        elif self.use == "steps":
+            for _ in range(self.number):
+                x = x + torch.tanh(self.mix(x))
+        elif self.use == "largest":
+            x = x.topk(self.number, dim=1).values
+        elif self.use == "limit" and x.shape[1] > self.number:
+            raise ValueError("too many words")
+        elif self.use == "window":  # as many windows as channels
+            x = x.unflatten(1, (self.number, -1)).flip(1).flatten(1, 2)
+        x = torch.relu(self.mix(x)).mean(1)
+        if self.use == "cosine":
+            cosine = F.linear(F.normalize(x), F.normalize(self.fc.weight))
+            return self.number * cosine + self.fc.bias
+        return self.fc(x)
+
+
+def chance_case(use: str, dim: int = 6, number: float = 6) -> Case:
+    def at(params: Mapping[str, Tensor]) -> nn.Module:
+        return Chance(use, params["embed.weight"].shape[1], number)
+
+    return Case(lambda: Chance(use, dim, number), TOKENS, at)
+
+
+class Scaled(nn.Module):
+    """A number that does depend on the width, in the ways people write it."""
+
+    def __init__(self, use: str, dim: int = 6) -> None:
+        super().__init__()
+        self.use, self.dim, self.root, self.scale = use, dim, dim**0.5, dim**-0.5
+        self.embed, self.norm = nn.Embedding(20, dim), nn.LayerNorm(dim)
+        self.key, self.fc = nn.Linear(dim, dim), nn.Linear(dim, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.embed(x))
+        key = self.key(x)
+        if self.use == "embedding":
+            return self.fc(torch.relu(x * self.root + key))
+        if self.use == "root mean square":
+            return self.fc(F.normalize(key, dim=-1) * self.root)
+        if self.use == "mean":
+            return self.fc(key - key.sum(-1, keepdim=True) / self.dim)
+        if self.use == "query":
+            return self.fc(((x * self.scale) @ key.mT).softmax(-1) @ x)
+        return self.fc((x @ key.mT / self.root).softmax(-1) @ x)
+
+
+def scaled_case(use: str) -> Case:
+    def at(params: Mapping[str, Tensor]) -> nn.Module:
+        return Scaled(use, params["embed.weight"].shape[1])
+
+    return Case(lambda: Scaled(use), TOKENS, at)
+
+
+class Partitioned(nn.Module):
+    """Attention within windows and then across them, as MaxViT has it, all of whose sizes agree."""
+
+    def __init__(self, dim: int = 16, inner: int = 16) -> None:
+        super().__init__()
+        self.window, self.grid, self.length, self.heads = 4, (16, 16), 16, 2
+        self.stem, self.norm = nn.Conv2d(3, dim, 3, padding=1), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * inner), nn.Linear(inner, dim)
+        self.bias = nn.Parameter(torch.randn(self.length**2, self.heads))
+        self.fc = nn.Linear(dim, CLASSES)
+
+    def attend(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:3], self.heads, -1)
+        q, k, v = (part.reshape(shape).transpose(2, 3) for part in self.qkv(x).chunk(3, -1))
+        bias = self.bias.view(self.length, self.length, -1).permute(2, 0, 1)
+        y = (q @ k.mT / 4 + bias).softmax(-1) @ v
+        return x + self.out(y.transpose(2, 3).flatten(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        b, c, (h, w), p = len(x), x.shape[1], self.grid, self.window
+        x = x.reshape(b, c, h // p, p, w // p, p).permute(0, 2, 4, 3, 5, 1)
+        x = x.reshape(b, (h // p) * (w // p), p * p, c)
+        x = self.attend(self.norm(x)).transpose(1, 2)
+        return self.fc(self.attend(self.norm(x)).mean((1, 2)))
+
+
 def normed_mlp(norm: Callable[[int], nn.Module], width: int = 10) -> nn.Module:
     return nn.Sequential(nn.Linear(8, width), norm(width), nn.ReLU(), nn.Linear(width, CLASSES))
 
@@ -801,6 +896,9 @@ def bare_layer_norm(width: int) -> nn.Module:
 def instance_norm(*, affine: bool) -> Callable[[int], nn.Module]:
     return lambda channels: nn.InstanceNorm2d(channels, affine=affine)
 
+
+CHANCES = ("length", "pool", "steps", "largest", "limit", "window")
+SCALES = ("embedding", "root mean square", "mean", "query", "score")
 
 EXACT = {
     "plain cnn": Case(plain_cnn),
@@ -909,6 +1007,14 @@ ACROSS = {
     "rms norm by hand": normed_mlp_case(Root),
     "group norm": group_norm_case(4),
     "one group": group_norm_case(1),
+    **{f"{use} by chance": chance_case(use) for use in CHANCES},
+    "windows and grid": Case(
+        Partitioned,
+        torch.zeros(2, 3, 16, 16),
+        lambda p: Partitioned(p["stem.weight"].shape[0], p["out.weight"].shape[1]),
+    ),
+    "temperature by chance": chance_case("cosine", 16, 4.0),
+    **{f"{use} of a width": scaled_case(use) for use in SCALES},
 }
 
 ZOO = {**EXACT, **ACROSS}

@@ -314,6 +314,7 @@ def train(
     resume: bool = False,
     exclude: tuple[str, ...] = (),
     blocks: tuple[str, ...] | None = None,
+    keep_numbers: tuple[str, ...] = (),
     structure: Structure | None = None,
     pace: Pace | None = None,
     tolerance: Tolerance | None = None,
@@ -326,8 +327,8 @@ def train(
     ``example`` is an input like the clients' (its first axis is the batch). ``method`` may be a
     name, such as ``"heterofl"``: that method with its defaults. With ``out`` the run is kept in
     that directory and can be resumed there. ``workers`` processes do the clients' work, one per
-    core by default; 0 means this process. ``exclude`` and ``blocks`` are what ``Structure.trace``
-    takes. The model given is left as it is.
+    core by default; 0 means this process. ``exclude``, ``blocks`` and ``keep_numbers`` are what
+    ``Structure.trace`` takes. The model given is left as it is.
     """
     detach_computed(model)
     method = find_method(method)
@@ -335,7 +336,9 @@ def train(
     if not resume:
         warn_of_lost_values(model, method)
     model = copy.deepcopy(model)
-    found = structure or Structure.trace(model, example, exclude=exclude, blocks=blocks)
+    found = structure or Structure.trace(
+        model, example, exclude=exclude, blocks=blocks, keep_numbers=keep_numbers
+    )
     new = () if out is None else missing(Path(out))
     folder = None if out is None else prepared(Path(out), resume=resume)
     if folder is not None and resume:

@@ -14,85 +14,116 @@ from numpy.typing import NDArray
 
 Labels = NDArray[np.int64]  # one channel per position of an axis
 FROZEN = 0
+NO_REASON = 0  # for being frozen: what meets the input is never cut
+NOT_FROZEN = np.iinfo(np.int64).max
 
 
 class Channels:
-    """A growing set of channels that can be tied together, frozen, or pinned."""
+    """A growing set of channels that can be tied together, frozen, or pinned.
+
+    All of an axis at once: the representative of tied channels is the smallest of them, in
+    whichever order they were tied.
+    """
 
     def __init__(self) -> None:
-        self._parent: list[int] = [FROZEN]
+        self._parent = np.zeros(1, np.int64)
+        self._cause = np.zeros(1, np.int64)  # of representatives: the reason for being frozen
+        self._count = 1  # channels below exist
         self._owned = 1  # channels below are of the model's own tensors
-        self._pinned: set[int] = set()
+        self._pinned: list[Labels] = []
+        self.reason = self.reason_met = NO_REASON
+        """Why channels that are frozen from now on are: they are asked to be, or they meet an axis
+        without labels. Of several reasons the smallest counts."""
+        self.has_lost = False  # whether channels of the model's tensors were frozen for a reason
 
     def owned(self, count: int) -> Labels:
         """Channels of one of the model's own tensors; these are asked for before any others."""
-        assert self._owned == len(self._parent)
+        assert self._owned == self._count
         labels = self.fresh(count)
-        self._owned = len(self._parent)
+        self._owned = self._count
         return labels
 
     def fresh(self, count: int) -> Labels:
         """New channels, tied to nothing: no tensor of the model has them yet."""
-        start = len(self._parent)
-        self._parent.extend(range(start, start + count))
-        return np.arange(start, start + count, dtype=np.int64)
-
-    def find(self, channel: int) -> int:
-        """The representative of all channels that are tied to this one."""
-        parent = self._parent
-        while parent[channel] != channel:
-            parent[channel] = parent[parent[channel]]
-            channel = parent[channel]
-        return channel
+        labels = np.arange(self._count, self._count + count, dtype=np.int64)
+        self._count += count
+        if self._count > len(self._parent):
+            more = max(self._count, 2 * len(self._parent)) - len(self._parent)
+            numbers = np.arange(len(self._parent), len(self._parent) + more, dtype=np.int64)
+            self._parent = np.concatenate([self._parent, numbers])
+            self._cause = np.concatenate([self._cause, np.full(more, NOT_FROZEN)])
+        return labels
 
     def roots(self, labels: Labels) -> Labels:
         """The representatives, position by position."""
-        return np.fromiter((self.find(int(c)) for c in labels), np.int64, len(labels))
+        roots = self._find(labels)
+        return np.where(self._cause[roots] < NOT_FROZEN, FROZEN, roots)
+
+    def reasons(self, labels: Labels) -> Labels:
+        """Why each position is frozen; NOT_FROZEN where it is not."""
+        return self._cause[self._find(labels)]
 
     def tie(self, left: Labels | None, right: Labels | None) -> Labels | None:
         """Makes two axes one, position by position; an axis without labels freezes the other."""
         if left is None or right is None:
-            self.freeze(left)
-            self.freeze(right)
+            self.freeze(left, self.reason_met)
+            self.freeze(right, self.reason_met)
             return None
         if left is not right:
-            for a, b in zip(left.tolist(), right.tolist(), strict=True):
-                self._union(a, b)
+            assert len(left) == len(right)
+            is_frozen = (left == FROZEN) | (right == FROZEN)
+            self.freeze(left[is_frozen], self.reason_met)
+            self.freeze(right[is_frozen], self.reason_met)
+            self._unite(left[~is_frozen], right[~is_frozen])
         return left
 
-    def freeze(self, labels: Labels | None) -> None:
+    def freeze(self, labels: Labels | None, reason: int | None = None) -> None:
         """These positions are never cut."""
         if labels is not None:
-            for channel in np.unique(labels).tolist():
-                self._union(FROZEN, channel)
+            reason = self.reason if reason is None else reason
+            self.has_lost = self.has_lost or (reason != NO_REASON and self.is_cut(labels))
+            roots = self._find(labels)
+            self._cause[roots] = np.minimum(self._cause[roots], reason)
 
     def pin(self, labels: Labels | None) -> None:
         """These positions are never cut by width, but keep their identity (classes, tokens)."""
         if labels is not None:
-            self._pinned.update(self.find(c) for c in labels.tolist())
+            self._pinned.append(labels)
 
     def fold(self, labels: Labels | None, count: int) -> None:
         """Ties the same place of ``count`` equal stretches: channels are cut inside each."""
         if labels is not None and count > 1:
-            stretches = labels.reshape(count, -1)
-            for stretch in stretches[1:]:
-                self.tie(stretches[0], stretch)
+            first, *others = labels.reshape(count, -1)
+            self.tie(np.tile(first, len(others)), np.concatenate(others))
 
     def is_cut(self, labels: Labels | None) -> bool:
         """Whether any position may be cut, and with it a tensor of the model."""
         if labels is None:
             return False
-        return any(FROZEN < self.find(c) < self._owned for c in labels.tolist())
+        roots = self.roots(labels)
+        return bool(((roots > FROZEN) & (roots < self._owned)).any())
 
     def pinned(self) -> frozenset[int]:
         """Representatives of the pinned channels."""
-        return frozenset(self.find(c) for c in self._pinned)
+        return frozenset(c for labels in self._pinned for c in self.roots(labels).tolist())
 
-    def _union(self, a: int, b: int) -> None:
-        a, b = self.find(a), self.find(b)
-        if a != b:
-            low, high = (a, b) if a < b else (b, a)  # so the model's own channels represent others
-            self._parent[high] = low
+    def _find(self, labels: Labels) -> Labels:
+        parent = self._parent
+        roots = parent[labels]
+        while not np.array_equal(above := parent[roots], roots):
+            roots = above
+        parent[labels] = roots
+        return roots
+
+    def _unite(self, left: Labels, right: Labels) -> None:
+        a, b = self._find(left), self._find(right)
+        while (differ := a != b).any():
+            a, b = a[differ], b[differ]
+            cause = np.minimum(self._cause[a], self._cause[b])
+            np.minimum.at(self._parent, np.maximum(a, b), np.minimum(a, b))
+            a, b = self._find(a), self._find(b)
+            for roots in (a, b):  # where one channel met several, they are tied in the next turn
+                np.minimum.at(self._cause, roots, cause)
 
 
 def join(parts: Iterable[tuple[Labels | None, int]]) -> Labels | None:

@@ -14,7 +14,7 @@ import copy
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,11 +30,10 @@ from fedquilt.structure.blocks import (
     residual_blocks,
     rewire,
 )
-from fedquilt.structure.channels import Labels
 from fedquilt.structure.cut import build, cells, positions, put
-from fedquilt.structure.groups import Axis, Size, Structure, axis_of, follows, owner_of, traced
-from fedquilt.structure.layers import may_hold_sizes
+from fedquilt.structure.groups import Axis, Span, Structure, follows, traced
 from fedquilt.structure.layout import takes_channels_last
+from fedquilt.structure.numbers import require_numbers, unlike, with_numbers
 from fedquilt.structure.operations import NOISE, base_name
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import (
@@ -54,18 +53,23 @@ WIDTHS = (0.5, 0.3)  # one that divides most sizes, one that divides few
 MOST_TRIES = 32  # for each way to settle the choices that a trace leaves open
 
 
-def traced_and_checked(model: nn.Module, example: Example, exclude: tuple[str, ...]) -> Structure:
+def traced_and_checked(
+    model: nn.Module, example: Example, exclude: tuple[str, ...], keep_numbers: tuple[str, ...] = ()
+) -> Structure:
     """Traces a model; where a choice was open, takes the first that passes the check."""
+    require_numbers(model, keep_numbers)
     probe = _probe(model, example)
     first: StructureError | None = None
     for choices, plain, trace in _traces(model, example, exclude):
         _require_something_to_cut(plain, model)
-        for structure in itertools.islice(_sized(plain, trace, probe), MOST_TRIES):
+        sized = with_numbers(plain, trace, model, keep_numbers)
+        for structure in itertools.islice(sized, MOST_TRIES):
             try:
                 _check_subnets(structure, probe)
                 _check_shuffles(structure, probe)
                 _check_training(model, structure, example)
-                _check_trace_of_subnet(model, structure, example, exclude, choices, probe)
+                small = _check_trace_of_subnet(model, structure, example, exclude, choices, probe)
+                _check_numbers(structure, trace, small)
             except StructureError as problem:
                 first = first or problem
             else:
@@ -225,96 +229,6 @@ def _require_something_to_cut(structure: Structure, model: nn.Module) -> None:
         )
 
 
-def _sized(structure: Structure, trace: Trace, probe: _Probe) -> Iterator[Structure]:
-    """The structure with the numbers that modules keep, likely readings first.
-
-    A number means the same in all modules of a class.
-    """
-    alike: dict[tuple[type, str, int | None], list[list[Size | None]]] = {}
-    owner = owner_of(trace, structure)
-
-    def cut_axes(seen: Sequence[Labels]) -> list[Axis]:
-        distinct = {id(labels): labels for labels in seen}.values()
-        axes = dict.fromkeys(axis_of(labels, trace, owner) for labels in distinct)
-        return [a for a in axes if a and any(follows(a, group) for group in structure.cut_groups())]
-
-    for name in trace.sizes:
-        module = probe.model.get_submodule(name)
-        for readings in _readings(name, trace, probe, cut_axes):
-            size = readings[0]
-            assert size is not None
-            alike.setdefault((type(module), size.attribute, size.item), []).append(readings)
-    for picks in _nearest_first([max(map(len, every)) for every in alike.values()]):
-        chosen = [
-            readings[min(pick, len(readings) - 1)]
-            for pick, every in zip(picks, alike.values(), strict=True)
-            for readings in every
-        ]
-        yield replace(structure, sizes=tuple(s for s in chosen if s is not None))
-
-
-def _nearest_first(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All picks of one option each: first options everywhere, then all but one, and so on.
-
-    >>> list(_nearest_first([2, 3]))
-    [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2)]
-    """
-    for changed in range(len(counts) + 1):
-        for which in itertools.combinations(range(len(counts)), changed):
-            yield from itertools.product(
-                *(range(1, n) if i in which else (0,) for i, n in enumerate(counts))
-            )
-
-
-def _readings(
-    name: str, trace: Trace, probe: _Probe, cut_axes: Callable[[Sequence[Labels]], list[Axis]]
-) -> list[list[Size | None]]:
-    """For each number of a module that matches an axis it met: what it may mean, or nothing."""
-    module = probe.model.get_submodule(name)
-    numbers = list(_numbers(module)) if may_hold_sizes(module) else []
-    if not numbers:
-        return []
-    met = cut_axes([labels for _, labels in trace.sizes[name]])
-    crossed = cut_axes(trace.across.get(name, []))
-    found: list[list[Size | None]] = []
-    for attribute, item, value in numbers:
-        readings: list[Size | None] = [
-            Size(name, attribute, item, axis, power)
-            for power, axes in ((1.0, met), (-0.5, crossed), (0.5, met))
-            for axis in axes
-            if _is_power(value, sum(len(span.channels) for span in axis), power)
-        ]
-        if readings and (isinstance(value, int) or _matters(name, attribute, probe)):
-            found.append([*readings, None])
-    return found
-
-
-def _matters(name: str, attribute: str, probe: _Probe) -> bool:
-    """Whether the output depends on a number: a rate of dropout is no scale."""
-    changed = copy.deepcopy(probe.model)
-    module = changed.get_submodule(name)
-    setattr(module, attribute, 2 * getattr(module, attribute))
-    return not _is_close(_outputs(changed, probe.inputs), probe.outputs)
-
-
-def _is_power(value: float, count: int, power: float) -> bool:
-    if power == 1.0:
-        return isinstance(value, int) and value == count
-    return isinstance(value, float) and abs(value - float(count**power)) < 1e-9
-
-
-def _numbers(module: nn.Module) -> Iterator[tuple[str, int | None, float]]:
-    for attribute, value in vars(module).items():
-        if attribute.startswith("_") or isinstance(value, bool):
-            continue
-        if isinstance(value, (int, float)) and value not in (0, 1):
-            yield attribute, None, value
-        elif isinstance(value, (tuple, list)):
-            for i, item in enumerate(value):
-                if isinstance(item, int) and not isinstance(item, bool) and item > 1:
-                    yield attribute, i, item
-
-
 def check(model: nn.Module, structure: Structure, example: Example) -> None:
     """Raises, naming the place, unless the structure is right for this model and example."""
     _check_axes(structure)
@@ -338,6 +252,8 @@ def _check_subnets(structure: Structure, probe: _Probe) -> None:
         outputs = _running(structure, subnet, probe)
         if structure.is_exact:
             _check_masked(structure, subnet, probe, outputs)
+    if not structure.is_exact:
+        _check_shuffled_subnet(structure, probe)
 
 
 def _uneven(structure: Structure) -> list[Subnet]:
@@ -494,6 +410,33 @@ def _check_shuffles(structure: Structure, probe: _Probe) -> None:
         )
 
 
+def _check_shuffled_subnet(structure: Structure, probe: _Probe) -> None:
+    """A subnet's channels are interchangeable as the model's are, whatever is kept in numbers."""
+    counts = {name: _half(structure.groups[name].size) for name in structure.cut_groups()}
+    small = build(probe.model, structure, Subnet.of({n: range(k) for n, k in counts.items()}))
+    outputs = _outputs(small, probe.inputs)
+    _check_shuffles(_narrowed(structure, counts), _Probe(small, probe.inputs, outputs))
+
+
+def _narrowed(structure: Structure, counts: Mapping[str, int]) -> Structure:
+    """The structure of the subnet that has the first channels of each group."""
+
+    def first(span: Span) -> Span:
+        count = counts.get(span.group) if span.group is not None else None
+        kept = (c for c in span.channels if count is None or c < count)
+        return replace(span, channels=tuple(kept))
+
+    return replace(
+        structure,
+        groups={n: replace(g, size=counts.get(n, g.size)) for n, g in structure.groups.items()},
+        axes={
+            name: tuple(axis and tuple(map(first, axis)) for axis in axes)
+            for name, axes in structure.axes.items()
+        },
+        _names={},
+    )
+
+
 def _shuffled_output(
     structure: Structure, groups: Sequence[str], shuffle: Order, probe: _Probe
 ) -> list[Tensor]:
@@ -594,13 +537,14 @@ def _check_trace_of_subnet(
     exclude: tuple[str, ...],
     choices: Choices,
     probe: _Probe,
-) -> None:
+) -> Trace:
+    """The trace of a subnet of which every axis means what it does in the model."""
     differ: list[str] = []
     for some in (_half, _all_but_one):  # at one of them sizes may be equal by chance
         sizes = {group: structure.groups[group].size for group in structure.cut_groups()}
         subnet = Subnet.of({group: range(some(size)) for group, size in sizes.items()})
         _running(structure, subnet, probe)
-        found, _ = traced(build(model, structure, subnet), example, exclude, choices)
+        found, trace = traced(build(model, structure, subnet), example, exclude, choices)
         differ = [
             name
             for name, axes in structure.axes.items()
@@ -608,11 +552,22 @@ def _check_trace_of_subnet(
             if _places(axis, structure, subnet) != _places(seen, found, Subnet())
         ]
         if not differ:
-            return
+            return trace
     raise StructureError(
         f"a subnet of this model reads '{differ[0]}' differently from the model itself; exclude "
         "the module around it, or give the axes with Structure.declare(...)"
     )
+
+
+def _check_numbers(structure: Structure, whole: Trace, small: Trace) -> None:
+    """Numbers that were set must change nothing but widths."""
+    operation = unlike(structure, whole, small) if structure.sizes else None
+    if operation is not None:
+        numbers = ", ".join(dict.fromkeys(size.name for size in structure.sizes))
+        raise StructureError(
+            f"numbers of this model look like widths and are none: with them set ({numbers}) the "
+            f"operation {operation} does something else; name them with keep_numbers=[...]"
+        )
 
 
 def _half(size: int) -> int:

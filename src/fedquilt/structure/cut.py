@@ -209,13 +209,17 @@ def _set_size(model: nn.Module, size: Size, subnet: Subnet) -> None:
     index = positions(size.axis, subnet)
     full = range(sum(len(s.channels) for s in size.axis))
     count = len(full[index]) if isinstance(index, slice) else len(index)
-    old = getattr(module, size.attribute)
     new: float = count if size.power == 1 else count**size.power
-    if size.item is None:
-        setattr(module, size.attribute, new)
+    set_number(module, size.attribute, size.item, new)
+
+
+def set_number(module: nn.Module, attribute: str, item: int | None, value: float) -> None:
+    """Sets a plain number of a module, or one in a tuple or list of them."""
+    if item is None:
+        setattr(module, attribute, value)
     else:
-        items = [new if i == size.item else v for i, v in enumerate(old)]
-        setattr(module, size.attribute, type(old)(items))
+        old = getattr(module, attribute)
+        setattr(module, attribute, type(old)(value if i == item else v for i, v in enumerate(old)))
 
 
 def load(module: nn.Module, params: Params) -> None:

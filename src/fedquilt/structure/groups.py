@@ -56,6 +56,23 @@ class Size:
     axis: Axis
     power: float = 1.0
 
+    @property
+    def name(self) -> str:
+        """The number's name: that of its module, and its own."""
+        return f"{self.module}.{self.attribute}" if self.module else self.attribute
+
+    def __str__(self) -> str:
+        """What it is the size of.
+
+        >>> str(Size("attention", "scale", None, (Span("qkv", (0, 1, 2, 3)),), -0.5))
+        'attention.scale (4^-0.5 of qkv)'
+        """
+        item = "" if self.item is None else f"[{self.item}]"
+        count = sum(len(span.channels) for span in self.axis)
+        power = "" if self.power == 1 else f"^{self.power:g}"
+        groups = dict.fromkeys(span.group for span in self.axis if span.group is not None)
+        return f"{self.name}{item} ({count}{power} of {', '.join(groups)})"
+
 
 @dataclass(frozen=True, eq=False)
 class Structure:
@@ -80,18 +97,21 @@ class Structure:
         *,
         exclude: Sequence[str] = (),
         blocks: Sequence[str] | None = None,
+        keep_numbers: Sequence[str] = (),
     ) -> Structure:
         """The structure of any model, found by following it on an example, and checked there.
 
         Attention is cut inside each head: the number of heads stays. Modules named in ``exclude``
-        are shared whole. Blocks are the branches of residual sums, as far as they can be found; or
+        are shared whole. Plain numbers of modules that are widths follow them (``describe`` lists
+        those), unless ``keep_numbers`` names them, by patterns: ``["encoder.max_len", "*.scale"]``.
+        Blocks are the branches of residual sums, as far as they can be found; or
         those that ``blocks`` names, by patterns: residual ones, or modules that as a whole compute
         something to be added to their input.
         """
         from fedquilt.structure.check import traced_and_checked, with_blocks
 
         detach_computed(model)
-        structure = traced_and_checked(model, example, tuple(exclude))
+        structure = traced_and_checked(model, example, tuple(exclude), tuple(keep_numbers))
         return with_blocks(model, structure, example, blocks)
 
     @staticmethod
@@ -284,12 +304,18 @@ class Structure:
                 )
 
     def describe(self) -> str:
-        """The groups as text: name, channels, and the tensors that follow each; and the blocks."""
+        """The groups as text: name, channels, and the tensors that follow each.
+
+        Then the plain numbers of modules that follow a width, and the blocks.
+        """
         lines = []
         for group in self.groups.values():
             where = following(self)[group.name]
             kind = "" if group.is_cut else " (never cut)"
             lines.append(f"{group.name}: {group.size}{kind}: {', '.join(where)}")
+        if self.sizes:
+            numbers = ", ".join(str(size) for size in self.sizes)
+            lines.append(f"numbers that follow a width: {numbers}")
         if self.blocks:
             lines.append(f"blocks that may be skipped: {', '.join(self.blocks)}")
         return "\n".join(lines)

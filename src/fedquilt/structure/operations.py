@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedquilt.structure.channels import Channels, Labels, join
+from fedquilt.structure.channels import NO_REASON, Channels, Labels, join
 
 Dims = list[Labels | None]  # labels per axis of one tensor; None: never cut
 
@@ -236,7 +236,9 @@ def _convolution(call: Call) -> Sequence[Dims]:
     channels, groups = call.channels, call["groups"]
     x, weight = call.dims("input"), call.dims("weight")
     transposed = call.arguments.get("transposed", False)
-    for labels in (*x[2:], *weight[2:]):
+    for labels in weight[2:]:
+        channels.freeze(labels, NO_REASON)  # a kernel's height and width
+    for labels in x[2:]:
         channels.freeze(labels)
     into, out = (weight[0], weight[1]) if transposed else (weight[1], weight[0])
     if groups > 1 and call["input"].shape[1] == groups:  # depthwise: outputs follow their input
@@ -314,7 +316,7 @@ def _attention(call: Call) -> Sequence[Dims]:
     call.cross(q[-1])
     mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
     for labels in (*q[:-1], *k[:-1], *v[:-1], *([] if mask is None else call.labels(mask))):
-        call.channels.freeze(labels)
+        call.channels.freeze(labels, NO_REASON)  # examples, heads and places
     out: Dims = [*([None] * (len(q) - 1)), v[-1]]
     return [out, *_unlabelled(call.outputs[1:])]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fedquilt.errors import StructureError
-from fedquilt.structure.channels import Channels, Labels
-from fedquilt.structure.operations import RESHAPES, Call, Dims, base_name, rule_for
+from fedquilt.structure.channels import NO_REASON, Channels, Labels
+from fedquilt.structure.operations import RESHAPES, Call, Dims, base_name, pointwise, rule_for
 
 Example = Tensor | tuple[Any, ...]
 
@@ -45,9 +47,37 @@ class Split:
     labels: Labels  # of the axis
 
 
+@dataclass(frozen=True)
+class Cause:
+    """An operation through which channels could not be followed, and the module that runs it."""
+
+    operation: str
+    module: str
+
+
+@dataclass(frozen=True)
+class Called:
+    """One operation of a forward pass, as it was called."""
+
+    name: str
+    arguments: Mapping[str, Any]  # tensors by their shape
+    given: tuple[Dims, ...]  # labels of its tensors
+    made: tuple[Dims, ...]  # labels of its outputs
+    across: tuple[Labels, ...]  # channels that it, or what it was given, was computed across
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One run of the model: as in use, or as in training."""
+
+    inputs: tuple[Any, ...]
+    training: bool
+    calls: list[Called]
+
+
 @dataclass
 class Trace:
-    """What following one forward pass has shown."""
+    """What following the forward passes has shown."""
 
     channels: Channels
     tensors: dict[str, Dims]  # labels of every parameter and buffer
@@ -56,6 +86,9 @@ class Trace:
     sizes: dict[str, list[tuple[int, Labels]]]  # labelled axes that each module met
     across: dict[str, list[Labels]]  # channels that each module computes across
     splits: list[Split] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    causes: list[Cause] = field(default_factory=list)  # of the reasons for being frozen, from 1
+    unused: list[str] = field(default_factory=list)  # tensors that the passes do not meet
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -92,16 +125,22 @@ def follow(
     It runs as in use and, where it can, as in training: a model may do more there. ``exclude``
     names modules that are never cut.
     """
-    model = copy.deepcopy(model).eval()
+    model = copy.deepcopy(model)
     tracer = _Tracer(model, exclude, choices or Choices())
-    watched = tracer.watching(model)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), plain_kernels(), watched:
+    with tracer.watching(model), as_followed():
         outputs = [tracer.run(arguments(example))]
         for inputs in training_inputs(arguments(example)):
             with suppress(Exception):  # not every model can be trained on such a batch
                 outputs.append(tracer.run(inputs, training=True))
                 break
     return tracer.result(outputs)
+
+
+@contextmanager
+def as_followed() -> Iterator[None]:
+    """How a model runs while it is followed: without gradients, and leaving the noise as it was."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), plain_kernels():
+        yield
 
 
 def training_inputs(inputs: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -124,6 +163,28 @@ def plain_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+LAYOUT = frozenset(
+    (
+        *RESHAPES,
+        *("t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select"),
+        *("clone", "contiguous", "_to_copy", "detach", "alias"),
+    )
+)
+PICKING = frozenset(("select", "slice", "index", "index_select", "gather", "unbind"))
+PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "linear", "mv", "dot", "convolution"))
+
+
+@dataclass
+class _Known:
+    """What is known of one tensor of a pass."""
+
+    dims: Dims
+    is_data: bool = False  # it depends on the example
+    is_used: bool = False
+    across: tuple[Labels, ...] = ()  # channels that its values were computed across
+    lost: int = NO_REASON  # why axes of it have no labels
+
+
 class _Tracer(TorchDispatchMode):
     def __init__(
         self,
@@ -135,12 +196,9 @@ class _Tracer(TorchDispatchMode):
         self.channels = Channels()
         self.names = named_tensors(model)
         self.parameters = {id(t): name for name, t in self.names.items()}
-        self.labels: dict[int, Dims] = {
-            id(t): [self.channels.owned(size) for size in t.shape] for t in self.names.values()
-        }
-        self.alive: list[Tensor] = []  # ids stay unique while their tensors live
-        self.data: set[int] = set()  # tensors that depend on the example
-        self.touched: set[int] = set()
+        self.known: Any = WeakTensorKeyDictionary()  # forgets tensors that are gone
+        for tensor in self.names.values():
+            self.known[tensor] = _Known([self.channels.owned(size) for size in tensor.shape])
         self.statistics: set[int] = set()
         self.sizes: dict[str, list[tuple[int, Labels]]] = {}
         self.given: dict[str, list[tuple[int, Labels]]] = {}
@@ -150,6 +208,8 @@ class _Tracer(TorchDispatchMode):
         self.splits: list[Split] = []
         self.across: dict[str, list[Labels]] = {}
         self.places: list[tuple[Tensor, Labels]] = []
+        self.passes: list[Pass] = []
+        self.causes: dict[Cause, int] = {}  # the reasons for being frozen
         self.stack: list[str] = [""]
         self.model, self.exclude, self.choices = model, exclude, choices
         self.refusal: StructureError | None = None
@@ -170,8 +230,9 @@ class _Tracer(TorchDispatchMode):
     def run(self, inputs: tuple[Any, ...], *, training: bool = False) -> Any:
         """The model's output, followed."""
         self.stack = [""]
-        self.data.update(id(x) for x in tensors_in(inputs))
-        self.alive.extend(tensors_in(inputs))
+        self.passes.append(Pass(inputs, training, []))
+        for tensor in tensors_in(inputs):
+            self.known[tensor] = _Known([None] * tensor.ndim, is_data=True)
         with self:
             return self.model.train(training)(*inputs)
 
@@ -215,55 +276,83 @@ class _Tracer(TorchDispatchMode):
 
     def of(self, tensor: Tensor) -> Dims:
         """Labels of a tensor; one that nobody labelled is never cut."""
-        return list(self.labels.get(id(tensor), [None] * tensor.ndim))
+        known = self.known.get(tensor)
+        return [None] * tensor.ndim if known is None else list(known.dims)
 
     def _freeze(self, tensor: Tensor) -> None:
         for labels in self.of(tensor):
-            self.channels.freeze(labels)
+            self.channels.freeze(labels, NO_REASON)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         call = self._call(func, args, kwargs or {}, tuple(tensors_in(result)))
-        for tensor in call.tensors():
-            self.touched.add(id(tensor))
+        known = [self.known[t] for t in call.tensors() if t in self.known]
+        for given in known:
+            given.is_used = True
         if not call.outputs:
+            self._record(call)
             return result
         rule = rule_for(func)
+        self._set_reasons(call, known)
         if rule is None:
             self._refuse(func, call)
             dims: Sequence[Dims] = [[None] * out.ndim for out in call.outputs]
         else:
             dims = rule(call)
         self._note(call, dims)
-        is_data = any(id(t) in self.data for t in call.tensors())
+        passes_on = rule is pointwise or call.name in LAYOUT
+        across = (*call.across, *(labels for k in known for labels in k.across if passes_on))
+        self._record(call, dims, across)
+        made = _Known([], any(k.is_data for k in known), across=across, lost=self._lost(call))
         for out, labels in zip(call.outputs, dims, strict=False):
-            if is_data:
-                self.data.add(id(out))
             if id(out) not in self.parameters:
-                self.labels[id(out)] = list(labels)
-                self.alive.append(out)
+                self.known[out] = replace(made, dims=list(labels))
         return result
+
+    def _set_reasons(self, call: Call, known: Sequence[_Known]) -> None:
+        """What this operation freezes, it freezes itself or for what was lost before."""
+        cause = Cause(call.name, self.stack[-1])
+        is_table = call.name in PICKING and not any(given.is_data for given in known)
+        self.channels.reason = (
+            NO_REASON if is_table else self.causes.setdefault(cause, len(self.causes) + 1)
+        )
+        lost = [given.lost for given in known if given.lost != NO_REASON]
+        self.channels.reason_met = min(lost, default=NO_REASON)
+        self.channels.has_lost = False
+
+    def _lost(self, call: Call) -> int:
+        """Why axes of the outputs have no labels; what a product sums over is no axis of it."""
+        if self.channels.has_lost:
+            return min(self.channels.reason, self.channels.reason_met or self.channels.reason)
+        return NO_REASON if call.name in PRODUCTS else self.channels.reason_met
+
+    def _record(
+        self, call: Call, made: Sequence[Dims] = (), across: tuple[Labels, ...] = ()
+    ) -> None:
+        given = tuple(map(self.of, call.tensors()))
+        arguments = plain_arguments(call.arguments)
+        self.passes[-1].calls.append(Called(call.name, arguments, given, tuple(made), across))
 
     def _call(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Tensor, ...]
     ) -> Call:
-        names = [a.name for a in func._schema.arguments]
-        bound = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-        bound.update(zip(names, args, strict=False))
-        bound.update(kwargs)
         here = self.stack[-1]
         return Call(
             base_name(func),
-            {name: bound[name] for name in names if name in bound},
+            bound_arguments(func, args, kwargs),
             outputs,
             self.channels,
             self.of,
-            lambda t: id(t) not in self.data,
+            self._is_weight,
             split_first=(here, self.reshapes[here]) in self.choices.split_first,
             equal_parts=self.choices.one_number,
         )
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        known = self.known.get(tensor)
+        return known is None or not known.is_data
 
     def _note(self, call: Call, dims: Sequence[Dims]) -> None:
         here = self.stack[-1]
@@ -322,13 +411,13 @@ class _Tracer(TorchDispatchMode):
             raise self.refusal
         _tie_layers(self)
         self._tie_sizes()
-        for tensor in self.names.values():
-            if id(tensor) not in self.touched:
-                self._freeze(tensor)  # not used in this pass: shared whole
+        self.channels.reason = self.channels.reason_met = NO_REASON
+        unused = [name for name, tensor in self.names.items() if not self.known[tensor].is_used]
+        for name in unused:
+            self._freeze(self.names[name])  # not met in these passes: shared whole
         outputs = list(tensors_in(output))
-        self.touched.update(map(id, outputs))
         for tensor, channels in self.places:
-            if id(tensor) in self.touched:
+            if self.known[tensor].is_used or any(tensor is out for out in outputs):
                 self.channels.freeze(channels)  # it matters at which of them something is
         last: Labels | None = None
         for i, tensor in enumerate(outputs):
@@ -345,6 +434,9 @@ class _Tracer(TorchDispatchMode):
             self.sizes,
             self.across,
             self.splits,
+            self.passes,
+            list(self.causes),
+            unused,
         )
 
 
@@ -353,6 +445,36 @@ def remedy(module: str) -> str:
     if not module:
         return "move it into a module of its own and exclude that"
     return f"exclude the module so that it is shared whole (exclude=['{module}'])"
+
+
+def bound_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of an ATen operation by name, in its order, defaults included."""
+    schema = func._schema.arguments
+    bound = {a.name: a.default_value for a in schema if a.has_default_value()}
+    bound.update(zip([a.name for a in schema], args, strict=False))
+    bound.update(kwargs)
+    return {a.name: bound[a.name] for a in schema if a.name in bound}
+
+
+_SHAPE = "a tensor of shape"
+
+
+def is_shape(argument: Any) -> bool:
+    """Whether a plain argument stands for a tensor."""
+    return isinstance(argument, tuple) and argument[:1] == (_SHAPE,)
+
+
+def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that can be compared: tensors by their shape."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return (_SHAPE, *value.shape)
+        if isinstance(value, float) and math.isnan(value):
+            return "nan"  # which is not equal to itself
+        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    return {name: plain(value) for name, value in arguments.items()}
 
 
 def _labelled(tensor: Tensor, dims: Dims) -> list[tuple[int, Labels]]:
