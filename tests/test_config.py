@@ -13,6 +13,7 @@ from fedquilt.config import (
     override,
     population_of,
     read,
+    read_value,
     resolved,
     source_of,
     structure_of,
@@ -162,3 +163,11 @@ def test_what_is_left_out_is_the_methods_own_default(name, tmp_path):
 def test_ten_clients_all_take_part_by_default_and_ten_of_a_hundred():
     for count, expected in ((1, 1), (4, 4), (10, 10), (20, 10), (100, 10), (500, 50)):
         assert Phase("train", 1, FedAvg().fraction).cohort_size(count) == expected
+
+
+def test_settings_that_are_nested_too_deeply_are_refused_in_a_sentence(tmp_path):
+    (tmp_path / "deep.toml").write_text("rounds = " + "[" * 50_000)
+    with pytest.raises(ConfigError, match=r"deep\.toml' cannot be read") as problem:
+        read(tmp_path / "deep.toml")
+    assert "\n" not in str(problem.value)
+    assert read_value("[" * 50_000).startswith("[[")

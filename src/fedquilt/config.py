@@ -143,7 +143,7 @@ def read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"the config file '{path}' does not exist") from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ConfigError(f"the config file '{path}' cannot be read: {problem}") from problem
 
 
@@ -155,7 +155,7 @@ def read_value(text: str) -> Any:
     """
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

@@ -60,7 +60,7 @@ def read_document(path: Path, *, sealed_since: int) -> dict[str, Any]:
         raise DamageError(f"{path} cannot be read ({problem})") from problem
     if not isinstance(document, dict):
         raise DamageError(f"{path} is damaged: it holds no JSON object")
-    seal, version = document.pop(SEAL, None), document.get("version")
+    seal, version = document.pop(SEAL, None), document.get("version", 0)
     is_old = seal is None and type(version) is int and version < sealed_since
     if not is_old and seal != _document_hash(document):
         raise DamageError(f"{path} is damaged: its contents are not what was written")

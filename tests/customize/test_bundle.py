@@ -1,5 +1,6 @@
 """The finished model on disk: whole, checked, and read only where it is needed."""
 
+import contextlib
 import copy
 import json
 from dataclasses import fields
@@ -11,8 +12,8 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.customize import bundle
-from fedquilt.errors import CheckpointError
-from fedquilt.files import file_hash
+from fedquilt.errors import CheckpointError, DamageError
+from fedquilt.files import file_hash, write_document
 from fedquilt.structure.values import as_values, from_values
 
 PARAMS = {
@@ -22,6 +23,13 @@ PARAMS = {
     "n": torch.tensor(4),
     "mask": torch.tensor([True, False]),
     "none": torch.empty(0, 3),
+}
+ABOUT = {
+    "seed": 0,
+    "rounds": 2,
+    "method": "FedAvg()",
+    "sizes": [1.0],
+    "example": [{"shape": [2, 2, 5, 5], "dtype": "float32"}],
 }
 NET = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
 
@@ -33,7 +41,7 @@ def structure():
 
 @pytest.fixture
 def folder(tmp_path, structure):
-    bundle.save(tmp_path, PARAMS, structure, {"sizes": [1.0]})
+    bundle.save(tmp_path, PARAMS, structure, ABOUT)
     return tmp_path
 
 
@@ -117,11 +125,87 @@ def test_a_damaged_structure_is_refused(folder):
         bundle.load(folder)
 
 
-def test_a_bundle_of_an_unknown_version_is_refused(folder):
+def rewrite(folder, *, version=3, without=(), **changes):
+    """Writes the description anew, with its hash."""
     path = folder / "bundle.json"
-    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
-    with pytest.raises(CheckpointError, match="has version 3, this fedquilt reads version 2"):
+    about = {**json.loads(path.read_text()), "version": version, **changes}
+    kept = {n: v for n, v in about.items() if n not in (*without, "digest")}
+    write_document(path, kept)
+
+
+def test_a_bundle_of_an_unknown_version_is_refused(folder):
+    rewrite(folder, version=4)
+    with pytest.raises(CheckpointError, match="has version 4, this fedquilt reads version 3"):
         bundle.load(folder)
+
+
+def test_no_bit_of_the_description_is_believed_when_it_is_another(folder):
+    path = folder / "bundle.json"
+    whole, about = path.read_bytes(), bundle.load(folder).about
+    for position in range(0, len(whole), 3):
+        data = bytearray(whole)
+        data[position] ^= 1 << position % 7
+        path.write_bytes(data)
+        with contextlib.suppress(CheckpointError):
+            assert bundle.load(folder).about == about
+
+
+@pytest.mark.parametrize("name", [*ABOUT, "sha256"])
+def test_a_description_that_lacks_something_is_refused_in_a_sentence(folder, name):
+    rewrite(folder, without=(name,))
+    with pytest.raises(DamageError, match=f"'{name}': field required") as problem:
+        bundle.load(folder)
+    assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sizes": []},
+        {"sizes": "all"},
+        {"rounds": 0},
+        {"example": [{"shape": [2, 3], "dtype": "load"}]},
+        {"example": [{"shape": [10**6, 10**6], "dtype": "float32"}]},
+        {"example": [{"shape": [-1], "dtype": "float32"}]},
+        {"kept": {"first": 1}},
+        {"chosen": [1]},
+        {"sha256": 3},
+        {"scale": {"mean": 1}},
+    ],
+    ids=str,
+)
+def test_a_description_of_another_shape_is_refused_in_a_sentence(folder, changes):
+    rewrite(folder, **changes)
+    with pytest.raises(DamageError, match=r"bundle\.json is damaged: ") as problem:
+        bundle.load(folder)
+    assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", '{"a": 1}', "[" * 100_000, ""])
+def test_another_kind_of_json_is_refused_in_a_sentence(folder, text):
+    (folder / "bundle.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"bundle\.json") as problem:
+        bundle.load(folder)
+    assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"axes": 3}', "[" * 100_000])
+def test_a_structure_of_another_shape_is_refused_in_a_sentence(folder, text):
+    (folder / "structure.json").write_text(text)
+    rewrite(folder, structure=file_hash(folder / "structure.json"))
+    with pytest.raises(DamageError, match="describes no structure"):
+        bundle.load(folder)
+
+
+def test_bundles_of_version_2_are_read_without_a_hash_of_their_description(folder):
+    path = folder / "bundle.json"
+    about = {**json.loads(path.read_text()), "version": 2}
+    path.write_text(json.dumps(about))
+    with pytest.raises(DamageError):  # a bit of its version has changed
+        bundle.load(folder)
+    del about["digest"]
+    path.write_text(json.dumps(about))
+    assert torch.equal(bundle.load(folder).params["w@0"], PARAMS["w@0"])
 
 
 def write_version_1(folder, params, about):
@@ -133,7 +217,7 @@ def write_version_1(folder, params, about):
 
 
 def test_bundles_of_version_1_are_read_and_checked_whole(tmp_path):
-    write_version_1(tmp_path, PARAMS, {"sizes": [1.0]})
+    write_version_1(tmp_path, PARAMS, ABOUT)
     found = bundle.load(tmp_path)
     assert found.structure is None
     assert all(torch.equal(found.params[n], t) for n, t in PARAMS.items())
@@ -153,7 +237,7 @@ def test_runs_with_bundles_of_version_1_are_opened(stored, tmp_path):
 
 def test_whoever_has_a_bundle_open_keeps_it_when_it_is_written_again(folder, structure):
     params = bundle.load(folder).params
-    bundle.save(folder, {"w@0": torch.zeros(3, 2)}, structure, {})
+    bundle.save(folder, {"w@0": torch.zeros(3, 2)}, structure, ABOUT)
     assert torch.equal(params["w@0"], PARAMS["w@0"])
     assert torch.equal(bundle.load(folder).params["w@0"], torch.zeros(3, 2))
 
@@ -166,7 +250,7 @@ def test_a_full_disk_leaves_the_old_bundle(folder, structure, monkeypatch):
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     monkeypatch.setattr("fedquilt.customize.bundle.write_tensors", full)
     with pytest.raises(CheckpointError, match="No space left"):
-        bundle.save(folder, PARAMS, structure, {})
+        bundle.save(folder, PARAMS, structure, ABOUT)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 

@@ -18,6 +18,7 @@ from fedquilt.errors import CheckpointError, DamageError
 from fedquilt.federation.state import State
 from fedquilt.report.progress import sentence
 from fedquilt.report.records import final_scores, last_local, local_tests, milestones, traffic
+from fedquilt.report.stories import _evaluated
 from fedquilt.runs.checkpoint import Checkpoint, load, save
 from fedquilt.runs.loop import CheckpointDamaged, RoundDone
 
@@ -209,6 +210,15 @@ def test_a_number_that_was_changed_in_a_finished_runs_records_is_noticed(half_do
     for read in (finals, local_tests, milestones):
         with pytest.raises(DamageError, match="line 4 is not what was written"):
             read(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"sizes": 3}', '{"sizes": [{"width": 1}]}', '{"version": 1, "sizes": []}']
+)
+def test_an_evaluation_of_another_shape_is_refused_in_a_sentence(tmp_path, text):
+    (tmp_path / "evaluation.json").write_text(text)
+    with pytest.raises(DamageError, match=r"evaluation\.json is damaged"):
+        _evaluated(tmp_path)
 
 
 # one writer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -15,6 +14,7 @@ from fedquilt.cli.scores import document, rows_of, show_scores
 from fedquilt.config import checked, override, population_of, source_of
 from fedquilt.errors import ConfigError
 from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.files import write_document
 from fedquilt.runs.configured import as_trained, config_of, opened
 from fedquilt.runs.run import Run
 from fedquilt.training.attack import PGD
@@ -89,5 +89,5 @@ def _remember_evaluation(run: Run, scores: Sequence[SizeScore]) -> None:
     """For a report later; a run that cannot be written to is evaluated all the same."""
     assert run.folder is not None
     with suppress(OSError):
-        text = json.dumps(document(run, rows_of(run, scores)), indent=1)
-        (run.folder / "evaluation.json").write_text(text)
+        scored = {"version": 1, **document(run, rows_of(run, scores))}
+        write_document(run.folder / "evaluation.json", scored)

@@ -8,20 +8,40 @@ model need not be traced again.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import torch
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedquilt.errors import CheckpointError
-from fedquilt.files import file_hash, tensor_hash, write_tensors, write_text
+from fedquilt.errors import CheckpointError, DamageError
+from fedquilt.files import (
+    file_hash,
+    read_document,
+    tensor_hash,
+    write_document,
+    write_tensors,
+    write_text,
+)
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.values import as_values, from_values
 
-FORMAT, VERSION = "fedquilt-bundle", 2  # version 1 has one digest for all, and no structure
+# version 1 has one digest for all tensors and no structure, version 2 none of bundle.json itself
+FORMAT, VERSION = "fedquilt-bundle", 3
+MOST_NUMBERS = 2**28  # of an example
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -38,7 +58,7 @@ class StoredTensors(Mapping[str, Tensor]):
                 raise self._damaged("its contents are")
             self._file: Any = safe_open(path, framework="pt")
         except OSError as problem:
-            raise CheckpointError(f"{path} cannot be read ({problem})") from problem
+            raise DamageError(f"{path} cannot be read ({problem})") from problem
         except SafetensorError as problem:
             raise self._damaged("its header is") from problem
         self._names = frozenset(self._file.keys())  # type: ignore[no-untyped-call]
@@ -71,8 +91,47 @@ class StoredTensors(Mapping[str, Tensor]):
         """The shape of a tensor, which is not read for it."""
         return tuple(self._file.get_slice(name).get_shape())
 
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} is damaged: {what} not what was written")
+    def _damaged(self, what: str) -> DamageError:
+        return DamageError(f"{self._path} is damaged: {what} not what was written")
+
+
+def _dtype(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"{name!r} is no type of tensors")
+    return name
+
+
+def _shape(sizes: list[int]) -> list[int]:
+    if math.prod(sizes) > MOST_NUMBERS:
+        raise ValueError(f"an example has at most {MOST_NUMBERS} numbers")
+    return sizes
+
+
+class _Input(BaseModel):
+    shape: Annotated[list[NonNegativeInt], AfterValidator(_shape)]
+    dtype: Annotated[str, AfterValidator(_dtype)]
+
+
+class _Scale(BaseModel):
+    mean: list[float]
+    std: list[float]
+
+
+class _About(BaseModel):
+    """What ``bundle.json`` must hold, so that others may count on it."""
+
+    seed: int
+    rounds: PositiveInt
+    method: str
+    sizes: Annotated[list[PositiveFloat], Field(min_length=1)]
+    example: Annotated[list[_Input], Field(min_length=1)]
+    sha256: dict[str, str] | str
+    structure: str | None = None
+    kept: dict[int, NonNegativeInt] = {}
+    chosen: dict[int, str] = {}
+    origins: list[dict[str, str]] = []
+    config: dict[str, Any] = {}
+    scale: _Scale | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +163,7 @@ def save(
             "sha256": {name: tensor_hash(tensor) for name, tensor in params.items()},
             "structure": file_hash(folder / "structure.json"),
         }
-        write_text(folder / "bundle.json", json.dumps(written, indent=1, sort_keys=True))
+        write_document(folder / "bundle.json", written)
     except OSError as problem:
         part.unlink(missing_ok=True)
         raise CheckpointError(
@@ -120,17 +179,20 @@ def load(folder: Path) -> Bundle:
             f"{folder.parent} holds no finished model; finish its run (fedquilt train --resume "
             f"{folder.parent}) or give the directory of another"
         )
-    try:
-        about = json.loads(path.read_text())
-    except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{path} cannot be read ({problem})") from problem
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
+    about = read_document(path, sealed_since=3)
+    if about.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a bundle of fedquilt")
     version = about.get("version")
-    if version not in (1, VERSION):
+    if version not in (1, 2, VERSION):
         raise CheckpointError(
             f"{path} has version {version}, this fedquilt reads version {VERSION}"
         )
+    try:
+        _About.model_validate(about)
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise DamageError(f"{path} is damaged: '{place}': {first['msg'].lower()}") from problem
     params = StoredTensors(folder / "params.safetensors", about["sha256"])
     structure = _structure(folder / "structure.json", about["structure"]) if version > 1 else None
     return Bundle(params, structure, about)
@@ -139,7 +201,9 @@ def load(folder: Path) -> Bundle:
 def _structure(path: Path, digest: str) -> Structure:
     try:
         if file_hash(path) != digest:
-            raise CheckpointError(f"{path} is damaged: its contents are not what was written")
+            raise DamageError(f"{path} is damaged: its contents are not what was written")
         return from_values(json.loads(path.read_text()))
     except OSError as problem:
-        raise CheckpointError(f"{path} cannot be read ({problem})") from problem
+        raise DamageError(f"{path} cannot be read ({problem})") from problem
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as problem:
+        raise DamageError(f"{path} is damaged: it describes no structure") from problem

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedquilt.data.population import Population
+from fedquilt.errors import DamageError
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.architectures import (
     architectures,
@@ -24,6 +24,7 @@ from fedquilt.evaluation.architectures import (
 from fedquilt.evaluation.blocks import mean_weights, step_sizes
 from fedquilt.evaluation.clients import label_divergences, trained_shares
 from fedquilt.evaluation.targets import Reached, against, reached
+from fedquilt.files import read_document
 from fedquilt.report.page import Story
 from fedquilt.report.records import (
     bytes_sent,
@@ -120,5 +121,8 @@ def _evaluated(folder: Path) -> tuple[SizeScore, ...]:
     if not path.is_file():
         return ()
     fields = SizeScore.__dataclass_fields__
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["sizes"]
-    return tuple(SizeScore(**{k: v for k, v in row.items() if k in fields}) for row in rows)
+    try:
+        rows: list[dict[str, Any]] = read_document(path, sealed_since=1)["sizes"]
+        return tuple(SizeScore(**{k: v for k, v in row.items() if k in fields}) for row in rows)
+    except (AttributeError, KeyError, TypeError) as problem:
+        raise DamageError(f"{path} is damaged: it holds no scores; evaluate again") from problem

@@ -26,7 +26,7 @@ from fedquilt.data.examples import Normalise
 from fedquilt.data.population import Population
 from fedquilt.data.source import Source
 from fedquilt.engines.worker import Timeouts
-from fedquilt.errors import CheckpointError, ConfigError, DataError
+from fedquilt.errors import CheckpointError, ConfigError, DamageError, DataError
 from fedquilt.federation.state import Setup
 from fedquilt.files import locked, write_text
 from fedquilt.methods.method import Method
@@ -156,7 +156,10 @@ def is_finished(folder: Path, num_rounds: int) -> bool:
     """Whether a run has its model after so many rounds, and its scores; refused if it had more."""
     if not (folder / "model" / "bundle.json").exists():
         return False
-    done = int(bundle.load(folder / "model").about["rounds"])
+    try:
+        done = int(bundle.load(folder / "model").about["rounds"])
+    except DamageError:
+        return False  # it is made again from the last checkpoint
     if done > num_rounds:
         raise ConfigError(f"{folder} has done {done} rounds, and {num_rounds} are less")
     return done == num_rounds and _is_evaluated(folder)

@@ -535,13 +535,22 @@ def open_run(
     expected = setup.structure.shapes
     if any(expected.get(n.partition("@")[0]) != found.params.shape(n) for n in found.params):
         raise _of_another_model(folder)
-    chosen = {int(c): Subnet.decode(s.encode()) for c, s in found.about.get("chosen", {}).items()}
-    state = State(setup.rounds, "", found.params, chosen=chosen)
+    state = State(setup.rounds, "", found.params, chosen=_chosen(found.about, folder))
     try:
         scores = final_scores(folder, num_rounds(method, setup))
     except DamageError:  # the model is whole all the same
         scores = ()
     return Run(setup, method, state, scores, clients, folder, found.about, whole)
+
+
+def _chosen(about: Mapping[str, Any], folder: Path) -> dict[int, Subnet]:
+    """The nets that clients chose for themselves."""
+    try:
+        return {int(c): Subnet.decode(s.encode()) for c, s in about.get("chosen", {}).items()}
+    except (TypeError, ValueError) as problem:
+        raise DamageError(
+            f"{folder} is damaged: 'chosen' holds other things than nets"
+        ) from problem
 
 
 def _of_another_model(folder: Path) -> CheckpointError:
