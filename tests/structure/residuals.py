@@ -408,6 +408,180 @@ DEEP = {
 }
 
 
+class Attending(nn.Module):
+    """Attention that also returns its weights, if asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, with_weights: bool = False) -> tuple[Tensor, Tensor | None]:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = (q @ k.transpose(1, 2) / 3).softmax(-1)
+        return self.out(weights @ v), weights if with_weights else None
+
+
+def wide(size: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(size, 12), nn.GELU(), nn.Linear(12, size))
+
+
+class Unpacking(nn.Module):
+    """A layer as Hugging Face writes them: torch.fx cannot take a child's tuple apart."""
+
+    def __init__(self, length: int | None = None) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.length = nn.LayerNorm(8), nn.LayerNorm(8), length
+        self.attention, self.mlp = Attending(), wide()
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Any:
+        y, *_ = self.attention(self.norm1(hidden), **kwargs)
+        hidden = hidden + (y if mask is None else y * mask)
+        hidden = hidden + self.mlp(self.norm2(hidden))
+        return hidden if self.length is None else (hidden, *[None] * (self.length - 1))
+
+
+class Handing(nn.Module):
+    """A layer as DeBERTa writes them: what adds is a child, which is given both sides."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, y: Tensor, x: Tensor) -> Tensor:
+            return self.norm(self.dense(y) + x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.sum = nn.Linear(8, 8), Handing.Sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sum(F.gelu(self.first(x)), x)
+
+
+class Stack(nn.Module):
+    """Layers one after the other, each in its own way called."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Linear(8, 8), nn.ModuleList(layers)
+        self.out = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+            x = x[0] if isinstance(x, tuple) else x
+        return self.out(x)
+
+
+STACKED: dict[str, Callable[[], nn.Module]] = {
+    "tuples taken apart": lambda: Stack(*(Unpacking() for _ in range(3))),
+    "tuples of one": lambda: Stack(*(Unpacking(1) for _ in range(3))),
+    "tuples with nothing else": lambda: Stack(*(Unpacking(3) for _ in range(3))),
+    "sums in a child": lambda: Stack(*(Handing() for _ in range(3))),
+    "a Sequential": lambda: nn.Sequential(*(Unpacking() for _ in range(3)), nn.Linear(8, CLASSES)),
+}
+
+
+class Plain(nn.Module):
+    """A layer of one shape without a shortcut, which torch.fx cannot read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = Attending(), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, *_ = self.attention(x)
+        return self.norm(y)
+
+
+class Scored(nn.Module):
+    """A residual layer that gives something beside, which nobody else could give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attending()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        y, weights = self.attention(x, with_weights=True)
+        return x + y, weights
+
+
+class Narrowing(nn.Module):
+    """A residual layer after which fewer tokens are left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attending()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, *_ = self.attention(x)
+        return (x + y)[:, 1:]
+
+
+NOT_STACKED: dict[str, Callable[[], nn.Module]] = {
+    "no shortcut": lambda: Stack(*(Plain() for _ in range(2))),
+    "another result": lambda: Stack(*(Scored() for _ in range(2))),
+    "another shape": lambda: Stack(*(Narrowing() for _ in range(2))),
+    "shared weights": lambda: Stack(*[Unpacking()] * 2),
+    "one of a kind": lambda: Stack(Unpacking(), Plain()),
+}
+
+
+class RepVGG(nn.Module):
+    """Two convolutions beside each other, and where shapes allow it a third branch with neither."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, *, identity: bool) -> None:
+        super().__init__()
+        self.big = nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1), nn.BatchNorm2d(outputs))
+        self.small = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+        self.same = nn.BatchNorm2d(outputs) if identity else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.big(x) + self.small(x)
+        return F.relu(y if self.same is None else self.same(x) + y)
+
+
+class LowRank(nn.Module):
+    """LoRA: a layer and its low-rank update."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs)
+        self.a, self.b = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.b(self.a(x))
+
+
+class Inception(nn.Module):
+    """Two ways through an image, of one shape, added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short = nn.Conv2d(6, 6, 3, padding=1)
+        self.long = nn.Sequential(nn.Conv2d(6, 9, 1), nn.ReLU(), nn.Conv2d(9, 6, 5, padding=2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.short(x) + self.long(x)
+
+
+EQUALS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "repvgg": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 6, 1),
+            RepVGG(6, 6, identity=False),
+            RepVGG(6, 8, 2, identity=False),
+            *head(8),
+        ),
+        IMAGE,
+    ),
+    "low rank": (lambda: nn.Sequential(LowRank(8, 8), nn.ReLU(), LowRank(8, CLASSES)), VECTOR),
+    "two ways": (lambda: nn.Sequential(nn.Conv2d(3, 6, 1), Inception(), *head(6)), IMAGE),
+}
+
+
 class Middle(nn.Module):
     """One function between two layers."""
 

@@ -27,20 +27,25 @@ from fedquilt.structure.check import masked, with_blocks
 from fedquilt.structure.cost import cost
 from fedquilt.structure.cut import build, take
 from fedquilt.structure.groups import STEPS, Structure
+from fedquilt.structure.stacks import block_candidates, blocks_at_work
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.structure.values import as_values, from_values
 from fedquilt.training.recipe import Workbench
 
-from .nets import IMAGE, VECTOR, ZOO, inputs_for, plain_cnn, roughened
+from .nets import IMAGE, VECTOR, ZOO, head, inputs_for, plain_cnn, roughened
 from .residuals import (
     DEEP,
+    EQUALS,
+    NOT_STACKED,
     SEQUENCE,
+    STACKED,
     WITH_A_BLOCK,
     WITHOUT_BLOCKS,
     Basic,
     Middle,
     Nested,
+    RepVGG,
     Residual,
     Written,
     by_value,
@@ -231,6 +236,77 @@ def test_blocks_that_do_not_pass_the_check_are_left_alone(kind):
     assert list(deep(model, VECTOR).blocks) == ["0"]
     with pytest.raises(StructureError, match=r"blocks 1.function cannot be skipped"):
         deep(model, VECTOR, ["1.function"])
+
+
+@pytest.mark.parametrize("name", EQUALS)
+def test_sums_of_two_weighted_branches_are_no_blocks(name):
+    make, example = EQUALS[name]
+    assert deep(make(), example).blocks == {}
+
+
+def test_branches_beside_a_shortcut_are_one_block():
+    net = nn.Sequential(nn.Conv2d(3, 6, 1), RepVGG(6, 6, identity=True), *head(6))
+    assert {b.name: set(b.tensors) for b in deep(net, IMAGE).blocks.values()} == {
+        "1": {n for n in named_tensors(net) if n.startswith(("1.big.", "1.small."))}
+    }
+
+
+# members of stacks
+
+
+def replaced(model: nn.Module, name: str, share: float) -> nn.Module:
+    """The oracle: a layer answers, from outside, its input and a share of the difference."""
+    model = copy.deepcopy(model)
+
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        x, y = inputs[0], output[0] if isinstance(output, tuple) else output
+        mixed = x + share * (y - x)
+        return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+
+    model.get_submodule(name).register_forward_hook(hook)
+    return model
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_members_of_a_stack_are_blocks_where_no_sum_can_be_read(name):
+    torch.manual_seed(0)
+    model = roughened(STACKED[name]())
+    assert residual_blocks(model) == {}
+    structure = deep(model, SEQUENCE)
+    layers = [f"{'' if name == 'a Sequential' else 'layers.'}{i}" for i in range(3)]
+    assert list(structure.blocks) == layers
+    (x,) = inputs_for(SEQUENCE)
+    for layer in layers:
+        small = build(model, structure, Subnet().skipping(layer))
+        torch.testing.assert_close(small(x), replaced(model, layer, 0.0)(x))
+        assert not any(n.startswith(f"{layer}.") for n in named_tensors(small))
+        stepped, with_steps = structure.with_steps(model)
+        step = {with_steps.blocks[layer].step: torch.tensor(0.25)}
+        half = build(stepped, with_steps, Subnet(), step)
+        torch.testing.assert_close(half(x), replaced(model, layer, 0.25)(x))
+    again = from_values(json.loads(json.dumps(as_values(structure))))
+    assert again.blocks == structure.blocks
+    shallow = structure.subnet(depth=0.5)
+    assert shallow.skipped == (layers[2],)
+
+
+@pytest.mark.parametrize("name", NOT_STACKED)
+def test_other_members_of_stacks_are_no_blocks(name):
+    torch.manual_seed(0)
+    assert deep(roughened(NOT_STACKED[name]()), SEQUENCE).blocks == {}
+
+
+def test_watching_a_model_at_work_leaves_it_as_it_was():
+    torch.manual_seed(0)
+    for model, example in (
+        (STACKED["tuples taken apart"](), SEQUENCE),
+        (EQUALS["two ways"][0](), IMAGE),
+    ):
+        before = [(m.forward.__func__, len(m._forward_hooks)) for m in model.modules()]
+        candidates = block_candidates(model)
+        assert any(candidates)
+        blocks_at_work(model, *candidates, lambda net, x=example: net(x))
+        assert [(m.forward.__func__, len(m._forward_hooks)) for m in model.modules()] == before
 
 
 # law 5 for depth

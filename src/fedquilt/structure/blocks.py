@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fedquilt.errors import StructureError
 from fedquilt.structure.code import (
@@ -46,9 +46,10 @@ class Block:
 
     ``module`` makes the sum: ``number`` of those in its code whose two sides come from one place,
     and the branch is its left (0) or right (1) ``side``. Or the module is a block as a whole
-    (``WHOLE_MODULE``), declared by the user: skipped, it gives back its first input. Or it knows
-    itself how to do without the part (``BY_MODULE``): its ``leave_out(name)`` is called. ``step``
-    names the tensor that the branch is multiplied by, if there is one.
+    (``WHOLE_MODULE``), one of a stack or declared by the user: skipped, it gives back its first
+    input; if it ``returns`` a tuple of so many, with nothing else in it. Or it knows itself how to
+    do without the part (``BY_MODULE``): its ``leave_out(name)`` is called. ``step`` names the
+    tensor that the branch is multiplied by, if there is one.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Block:
     tensors: tuple[str, ...]
     step: str | None = None
     side: int = 0
+    returns: int | None = None
 
 
 def residual_blocks(model: nn.Module) -> dict[str, Block]:
@@ -72,7 +74,12 @@ def residual_blocks(model: nn.Module) -> dict[str, Block]:
     >>> residual_blocks(nn.Sequential(Double(), Double()))["1"].tensors
     ('1.conv.weight', '1.conv.bias')
     """
-    shared = _shared_tensors(model)
+    return named_blocks(residual_branches(model))
+
+
+def residual_branches(model: nn.Module) -> list[tuple[str, Branch]]:
+    """The branches of all residual sums, each with the path of its module."""
+    shared = shared_tensors(model)
     known: dict[Any, list[Branch]] = {}  # modules that are alike are read once
     found: list[tuple[str, Branch]] = []
     for path, module in model.named_modules():
@@ -85,10 +92,10 @@ def residual_blocks(model: nn.Module) -> dict[str, Block]:
             for branch in branches
             if shared.isdisjoint(join(path, name) for name in branch.tensors)
         ]
-    return _named(found)
+    return found
 
 
-def _named(found: Sequence[tuple[str, Branch]]) -> dict[str, Block]:
+def named_blocks(found: Sequence[tuple[str, Branch]]) -> dict[str, Block]:
     """Blocks by name: their module's, or if it has several (or is the root) their branch's."""
     counts = Counter(path for path, _ in found)
     alone = {path for path, count in counts.items() if path and count == 1}
@@ -116,7 +123,7 @@ def chosen_blocks(model: nn.Module, patterns: Sequence[str]) -> dict[str, Block]
                 f"its residual blocks are: {', '.join(known) or 'none'}"
             )
         chosen |= {name: known[name] for name in names}
-        chosen |= {name: _whole(name, model) for name in whole}
+        chosen |= {name: whole_block(name, model) for name in whole}
     order = {name: i for i, name in enumerate(modules)}
     return dict(sorted(chosen.items(), key=lambda item: (order[item[1].module], item[1].number)))
 
@@ -125,7 +132,7 @@ def _outermost(names: Sequence[str]) -> list[str]:
     return [n for n in names if not any(n != other and is_in(n, other) for other in names)]
 
 
-def _whole(name: str, model: nn.Module) -> Block:
+def whole_block(name: str, model: nn.Module) -> Block:
     """A module as a block of its own, all of its tensors with it."""
     every = all_tensors(model)
     inside = {tensor: value for tensor, value in every.items() if is_in(tensor, name)}
@@ -233,15 +240,16 @@ class _Edit:
     side: int
     skip: bool
     factor: str | float | None  # the name of a tensor of the module, or a constant
+    returns: int | None = None
 
 
 def _edit(block: Block, skipped: Collection[str], factors: Mapping[str, float]) -> _Edit:
     attribute = block.step and block.step.rpartition(".")[2]
     factor = factors.get(block.name, attribute)
-    return _Edit(block.number, block.side, block.name in skipped, factor)
+    return _Edit(block.number, block.side, block.name in skipped, factor, block.returns)
 
 
-def _shared_tensors(model: nn.Module) -> frozenset[str]:
+def shared_tensors(model: nn.Module) -> frozenset[str]:
     """Names of tensors that have several: they cannot be gone with one block."""
     names: dict[int, list[str]] = {}
     for name, tensor in all_tensors(model).items():
@@ -348,16 +356,19 @@ def _forget(model: nn.Module, name: str) -> None:
 
 
 def _rewire_whole(module: nn.Module, edit: _Edit) -> None:
-    """A declared block: its input if it is skipped, else x + s (B(x) - x)."""
+    """A block as a whole: its input if it is skipped, else x + s (B(x) - x)."""
     inner = getattr(vars(module).get("forward"), "__func__", type(module).forward)
 
+    def answer(y: Tensor) -> Any:
+        return y if edit.returns is None else (y, *[None] * (edit.returns - 1))
+
     def skipped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _first(args, kwargs).clone()
+        return answer(first_input(args, kwargs).clone())
 
     def stepped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        x = _first(args, kwargs)
+        x, y = first_input(args, kwargs), inner(self, *args, **kwargs)
         factor = getattr(self, edit.factor) if isinstance(edit.factor, str) else edit.factor
-        return x + factor * (inner(self, *args, **kwargs) - x)
+        return answer(x + factor * ((y if edit.returns is None else y[0]) - x))
 
     forward = functools.wraps(type(module).forward)(skipped if edit.skip else stepped)
     module.forward = types.MethodType(forward, module)
@@ -366,8 +377,9 @@ def _rewire_whole(module: nn.Module, edit: _Edit) -> None:
             home.clear()
 
 
-def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return args[0] if args else next(iter(kwargs.values()))
+def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a module was given first; None: nothing."""
+    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def by_stage(blocks: Iterable[Block]) -> dict[str, dict[str, list[str]]]:

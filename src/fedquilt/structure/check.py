@@ -27,7 +27,6 @@ from fedquilt.structure.blocks import (
     WHOLE_MODULE,
     Block,
     chosen_blocks,
-    residual_blocks,
     rewire,
 )
 from fedquilt.structure.cut import build, cells, positions, put
@@ -35,6 +34,7 @@ from fedquilt.structure.groups import Axis, Span, Structure, follows, traced
 from fedquilt.structure.layout import takes_channels_last
 from fedquilt.structure.numbers import require_numbers, unlike, with_numbers
 from fedquilt.structure.operations import NOISE, base_name
+from fedquilt.structure.stacks import answers_alike, block_candidates, blocks_at_work
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import (
     Choices,
@@ -86,10 +86,16 @@ def with_blocks(
     Those that were named must pass the check; of those that were found, modules of a class whose
     blocks do not pass are left alone.
     """
-    blocks = residual_blocks(model) if named is None else chosen_blocks(model, named)
-    if not blocks:
+    candidates = None if named is not None else block_candidates(model)
+    if candidates is not None and not any(candidates):
         return structure
     probe = _probe(model, example)
+    if candidates is None:
+        blocks = chosen_blocks(model, named or ())
+    else:
+        blocks = blocks_at_work(probe.model, *candidates, lambda net: _outputs(net, probe.inputs))
+    if not blocks:
+        return structure
     alike: dict[tuple[type, int], dict[str, Block]] = {}
     for name, block in blocks.items():
         its_class = type(model.get_submodule(block.module))
@@ -154,11 +160,10 @@ def _check_declared(blocks: dict[str, Block], probe: _Probe) -> None:
     """What a module makes that is a block as a whole must be of the kind that it is given."""
     trial = copy.deepcopy(probe.model)
 
-    def checking(name: str) -> Callable[..., None]:
+    def checking(name: str, returns: int | None) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             given = args[0] if args else next(iter(kwargs.values()), None)
-            shapes = [x.shape if isinstance(x, Tensor) else None for x in (given, output)]
-            if None in shapes or shapes[0] != shapes[1]:
+            if answers_alike(given, output) != (True, returns):
                 raise StructureError(
                     f"module '{name}' cannot be skipped: it makes {_kind(output)} of "
                     f"{_kind(given)}, and skipped it would give back what it was given; name "
@@ -170,7 +175,8 @@ def _check_declared(blocks: dict[str, Block], probe: _Probe) -> None:
     for block in blocks.values():
         if block.number == WHOLE_MODULE:
             module = trial.get_submodule(block.module)
-            module.register_forward_hook(checking(block.name), with_kwargs=True)
+            hook = checking(block.name, block.returns)
+            module.register_forward_hook(hook, with_kwargs=True)
     _outputs(trial, probe.inputs)
 
 

@@ -1,4 +1,9 @@
-"""Residual sums in the code of a module: two sides that come from one place, one a branch."""
+"""Residual sums in the code of a module: two sides that come from one place, one a branch.
+
+The other side is a shortcut: it has no matrices of its own, or it has fewer of them than the branch
+and is there to change the shape. Two weighted sides of one shape (RepVGG's convolutions, a layer
+and its low-rank update) are a sum of equals.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +28,7 @@ class Branch:
     side: int
     tensors: tuple[str, ...]
     end: str  # the last module or tensor with weights in it
+    is_projected: bool = False  # the shortcut has matrices: it must be there to change the shape
 
 
 def branches_of(module: nn.Module) -> list[Branch]:
@@ -37,11 +43,13 @@ def branches_of(module: nn.Module) -> list[Branch]:
         return []
     found = []
     for number, both in enumerate(zip(in_use, in_training, strict=True)):
-        sides = {_heavier(total, module) for total in both}
+        sides = {_branch_side(total, module) for total in both}
         if len(sides) == 1 and (side := sides.pop()) is not None:
             tensors = _only_inside(both, side, module)
             if tensors:
-                found.append(Branch(number, side, tensors, _end(both[0], side, module)))
+                end = _end(both[0], side, module)
+                is_projected = any(_lightest_way(t, 1 - side, module).matrices for t in both)
+                found.append(Branch(number, side, tensors, end, is_projected))
     return found
 
 
@@ -91,6 +99,12 @@ class Sum:
     data: frozenset[fx.Node]  # of the graph: what depends on the values of the input
     common: frozenset[fx.Node]  # what both sides come from
     alone: tuple[frozenset[fx.Node], frozenset[fx.Node]]  # what only one of them comes from
+
+    def starts(self) -> list[fx.Node]:
+        """Where both sides start: what they have in common and one of them uses."""
+        either = self.alone[0] | self.alone[1]
+        used = {before for node in either for before in _values(node)} | set(self.ends)
+        return [n for n in self.node.graph.nodes if n in used & self.common & self.data]
 
     def inside(self, side: int) -> list[fx.Node] | None:
         """All of a side that may go, in order; None: what it computes is used elsewhere, too.
@@ -162,29 +176,48 @@ def _behind(node: fx.Node, inputs: Callable[[fx.Node], Iterable[fx.Node]]) -> se
     return found
 
 
-def _heavier(total: Sum, module: nn.Module) -> int | None:
+@dataclass(frozen=True, order=True)
+class _Weights:
+    """How many weights something has, and how many of its tensors are matrices."""
+
+    count: int = 0
+    matrices: int = 0
+
+    def __add__(self, other: _Weights) -> _Weights:
+        return _Weights(self.count + other.count, self.matrices + other.matrices)
+
+
+def _branch_side(total: Sum, module: nn.Module) -> int | None:
     """The side that is the branch: of which the lightest way has the more weights."""
-    weights = [
-        (_lightest_way(total, side, module), _num_weights(total.alone[side], module))
-        for side in (0, 1)
-    ]
-    return None if weights[0] == weights[1] else int(weights[1] > weights[0])
+    ways = [_lightest_way(total, side, module) for side in (0, 1)]
+    weights = [(ways[side].count, _weights(total.alone[side], module).count) for side in (0, 1)]
+    if weights[0] == weights[1]:
+        return None
+    side = int(weights[1] > weights[0])
+    is_shortcut = ways[1 - side].matrices == 0 or ways[1 - side].matrices < ways[side].matrices
+    return side if is_shortcut else None
 
 
-def _lightest_way(total: Sum, side: int, module: nn.Module) -> int:
+def _lightest_way(total: Sum, side: int, module: nn.Module) -> _Weights:
     """The fewest weights between what both sides come from and the end of one."""
-    found = dict.fromkeys(total.common & total.data, 0)
+    found = dict.fromkeys(total.common & total.data, _Weights())
     for node in total.node.graph.nodes:
         if node in total.alone[side]:
             ways = [found[before] for before in _values(node) if before in found]
             beside = [before for before in node.all_input_nodes if before.op == "get_attr"]
             if ways:
-                found[node] = min(ways) + _num_weights([node, *beside], module)
+                found[node] = min(ways) + _weights([node, *beside], module)
     return found[total.ends[side]]
 
 
-def _num_weights(nodes: Iterable[fx.Node], module: nn.Module) -> int:
-    return sum(tensor.numel() for tensor in _tensors(nodes, module).values())
+def _weights(nodes: Iterable[fx.Node], module: nn.Module) -> _Weights:
+    tensors = _tensors(nodes, module).values()
+    return _Weights(sum(t.numel() for t in tensors), sum(map(is_matrix, tensors)))
+
+
+def is_matrix(tensor: Tensor) -> bool:
+    """Whether a tensor may mix channels: a scale or a bias has one axis, and others of size 1."""
+    return sum(size > 1 for size in tensor.shape) > 1
 
 
 def _tensors(nodes: Iterable[fx.Node], module: nn.Module) -> dict[str, Tensor]:
