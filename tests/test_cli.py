@@ -19,11 +19,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import fedquilt as fq
 from fedquilt.cli import main
+from fedquilt.customize import bundle
+from fedquilt.data import load
 from fedquilt.files import write_document
 from fedquilt.methods import METHODS
 from fedquilt.models import make
 from fedquilt.report.progress import Watch
+from fedquilt.runs.configured import opened
 from fedquilt.runs.loop import RoundStarted
 
 NET = """
@@ -394,6 +398,69 @@ def test_a_model_that_cannot_be_trained_is_refused_and_leaves_no_folder(tmp_path
     result = fedquilt("train", "--model", f"{path}:small", "--out", out)
     assert_refused(result, "labels go up to 9", "the model has 3 outputs")
     assert not out.exists()
+
+
+@pytest.fixture(scope="module")
+def from_python(tmp_path_factory):
+    """Runs that were trained from Python: of a net by name, and of one that only Python knows."""
+    digits = load("digits")
+    people = fq.clients(digits.train, test=digits.test, count=3, budgets=[1, 0.5])
+    method = fq.HeteroFL(fq.Optimiser(epochs=1, lr=0.05), fraction=1.0)
+    named = make("mlp", {"hidden": [8], "image_size": 8})
+    own = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.Linear(8, 10))
+    folder = tmp_path_factory.mktemp("python")
+    return {
+        name: fq.train(net, digits.example, method, people, 1, out=folder / name, workers=0)
+        for name, net in (("named", named), ("own", own))
+    }
+
+
+def test_a_run_from_python_is_opened_if_its_model_can_be_made(from_python, tmp_path):
+    run = from_python["named"]
+    again = opened(run.folder)
+    assert (again.method, again.scores) == (run.method, run.scores)
+    measured = fedquilt("evaluate", run.folder, "--data", "digits", "--workers", "0", "--json")
+    assert measured.code == 0, measured.err
+    found = [(size["width"], size["accuracy"]) for size in measured.json["sizes"]]
+    assert found == [(score.width, score.accuracy) for score in run.scores]
+    file = tmp_path / "small.safetensors"
+    assert fedquilt("customize", run.folder, "--width", "0.5", "--out", file).code == 0
+    small = run.customize(width=0.5).state_dict()
+    assert all(small[name].equal(tensor) for name, tensor in load_file(file).items())
+    told = fedquilt("report", run.folder, "--out", tmp_path / "page", "--json")
+    assert told.code == 0, told.err
+    scores = json.loads((tmp_path / "page" / "report.json").read_text())["named"]["scores"]
+    assert [score["accuracy"] for score in scores] == [accuracy for _, accuracy in found]
+
+
+def test_what_only_python_has_is_said(from_python, tmp_path):
+    assert_refused(
+        fedquilt("evaluate", from_python["named"].folder), "trained from Python", "--data"
+    )
+    own = from_python["own"].folder
+    assert_refused(
+        fedquilt("evaluate", own), "a model that only Python knows", "open_run", "--model"
+    )
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from torch.nn import *\n\ndef net():\n"
+        "    return Sequential(Flatten(), Linear(64, 8), Linear(8, 10))\n"
+    )
+    asked = ["--model", f"{file}:net", "--data", "digits", "--workers", "0", "--json"]
+    result = fedquilt("evaluate", own, *asked)
+    assert result.code == 0, result.err
+    assert [size["accuracy"] for size in result.json["sizes"]] == [
+        score.accuracy for score in from_python["own"].scores
+    ]
+
+
+def test_a_run_from_python_that_names_code_is_refused(from_python, tmp_path):
+    copy = Path(shutil.copytree(from_python["named"].folder, tmp_path / "copy"))
+    path = copy / "model" / "bundle.json"
+    (tmp_path / "mine.py").write_text("raise SystemExit('it ran')")
+    code = {"name": f"{tmp_path / 'mine.py'}:net", "options": {}}
+    write_document(path, {**bundle.load(copy / "model").about, "model": code})
+    assert_refused(fedquilt("evaluate", copy, "--data", "digits", "--trust"), "names code")
 
 
 def test_evaluate_takes_other_widths_and_other_data(finished, tmp_path):

@@ -79,7 +79,7 @@ def customize(
     run = opened(folder, model=model, trust=trust)
     small = run.customize(width, robustness, client=client, **limits)
     facts = _facts(run, small, client=client, is_family=family)
-    kept = {**facts, "config": run.about["config"]}
+    kept = {**facts, "config": run.about.get("config")}
     written = export(small, out, about=kept, family=family)
     facts = {"path": str(written), "bytes": written.stat().st_size, "checked": True, **facts}
     if as_json:

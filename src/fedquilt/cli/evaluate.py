@@ -11,11 +11,10 @@ import typer
 
 from fedquilt.cli.options import AsJson, RunFolder, RunModel, Trust, Workers, given, widths_in
 from fedquilt.cli.scores import document, rows_of, show_scores
-from fedquilt.config import checked, override, population_of, source_of
 from fedquilt.errors import ConfigError
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.files import write_document
-from fedquilt.runs.configured import as_trained, config_of, opened
+from fedquilt.runs.configured import clients_of, opened
 from fedquilt.runs.run import Run
 from fedquilt.training.attack import PGD
 from fedquilt.training.dualnorm import checked_robustness
@@ -52,9 +51,12 @@ def evaluate(
     dials = () if robustness is None else _dials(robustness)
     attacker = _attacker(given({"epsilon": epsilon, "steps": steps}), wanted=attack)
     run = opened(folder, model=model, trust=trust)
-    config = config_of(run.about)
-    source = source_of(checked(override(config.model_dump(), given({"data.source": data}))))
-    population = population_of(config, as_trained(run, source))
+    population = clients_of(run, data)
+    if population is None:
+        raise ConfigError(
+            f"{folder} was trained from Python, with data that only Python has; give --data to "
+            "measure it on, or open it there with fedquilt.open_run"
+        )
     scores = run.evaluate(
         population, widths=sizes, robustness=dials, attack=attacker, workers=workers
     )

@@ -10,11 +10,9 @@ import typer
 
 from fedquilt.cli.console import console_for, print_json, say
 from fedquilt.cli.options import AsJson, Trust, Workers
-from fedquilt.config import population_of, source_of
 from fedquilt.evaluation.targets import checked_target
 from fedquilt.report.runs import report as write_report
-from fedquilt.runs.configured import as_trained, config_of, opened
-from fedquilt.runs.run import Run
+from fedquilt.runs.configured import clients_of, opened
 
 EXAMPLE = "fedquilt report runs/fedavg runs/adds --target 0.4 --target 0.5 --out report"
 
@@ -25,7 +23,10 @@ def report(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write.")] = Path("report"),
     clients: Annotated[
-        bool, typer.Option(help="Also client by client, which needs the runs' data.")
+        bool,
+        typer.Option(
+            help="Also client by client, which needs the runs' data; not of runs from Python."
+        ),
     ] = True,
     target: Annotated[
         list[float] | None,
@@ -51,15 +52,9 @@ def report(
     targets = [checked_target(accuracy) for accuracy in target or ()]  # before a run is read
     runs = [opened(folder, trust=trust) for folder in folders]
     if clients:
-        runs = [_with_clients(run) for run in runs]
+        runs = [replace(run, population=clients_of(run)) for run in runs]
     page = write_report(runs, out, targets=targets, clients=clients, workers=workers)
     if as_json:
         print_json({"page": str(page), "data": str(page.parent / "report.json")})
     else:
         say(console_for(), f"wrote {page}")
-
-
-def _with_clients(run: Run) -> Run:
-    """The run with the clients that it was trained with, made from its settings."""
-    config = config_of(run.about)
-    return replace(run, population=population_of(config, as_trained(run, source_of(config))))

@@ -44,10 +44,14 @@ METHODS: dict[str, Callable[..., Method]] = {
     "stc": STC,
 }
 
+# what a method by name may be, so that a run can store it as plain values
+METHOD_CLASSES: tuple[type, ...] = tuple({type(make()) for make in METHODS.values()})
+
 __all__ = [
     "ADDS",
     "APFL",
     "METHODS",
+    "METHOD_CLASSES",
     "STC",
     "Centralised",
     "DepthFL",

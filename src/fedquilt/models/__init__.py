@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,9 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+MADE = "fedquilt_made"  # where a model says how it was made
+
+
 def is_code(name: str) -> bool:
     """Whether a model is a function in a Python file, which runs when the model is made."""
     return ":" in name
@@ -67,7 +72,16 @@ def make(name: str, options: Mapping[str, Any]) -> nn.Module:
         raise ConfigError(f"model '{name}': {problem}") from problem
     if not isinstance(model, nn.Module):
         raise ConfigError(f"'{name}' must return an nn.Module, got {type(model).__name__}")
+    if not is_code(name):
+        with suppress(TypeError):  # options that only Python has
+            setattr(model, MADE, json.dumps({"name": name, "options": dict(options)}))
     return model
+
+
+def made_by(model: nn.Module) -> dict[str, Any] | None:
+    """The name and options that ``make`` was called with; None for any other model."""
+    made: Any = getattr(model, MADE, None)
+    return None if made is None else json.loads(made)
 
 
 def _from_file(name: str) -> Callable[..., nn.Module]:

@@ -19,18 +19,22 @@ from fedquilt.config import (
     model_of,
     override,
     population_of,
+    source_of,
     structure_of,
 )
 from fedquilt.customize import bundle
 from fedquilt.data.examples import Normalise
+from fedquilt.data.load import load
 from fedquilt.data.population import Population
 from fedquilt.data.source import Source
 from fedquilt.engines.worker import Timeouts
 from fedquilt.errors import CheckpointError, ConfigError, DamageError, DataError
+from fedquilt.federation.client import SERVER
 from fedquilt.federation.state import Setup
 from fedquilt.files import locked, write_text
+from fedquilt.methods import METHOD_CLASSES
 from fedquilt.methods.method import Method
-from fedquilt.models import is_code
+from fedquilt.models import is_code, make
 from fedquilt.models.pretrained import Matched, load_pretrained
 from fedquilt.runs import checkpoint
 from fedquilt.runs.loop import Pace, Tolerance, Watch, refuse_other_rounds
@@ -47,6 +51,7 @@ from fedquilt.runs.run import (
     removed_if_refused,
     train,
 )
+from fedquilt.training.plain import from_plain
 
 
 def ready(
@@ -179,16 +184,45 @@ def opened(folder: Path, *, model: str | None = None, trust: bool = False) -> Ru
     """
     about = bundle.load(folder / "model").about
     if "config" not in about:
-        raise CheckpointError(
-            f"{folder} was trained from Python, with a model that only Python knows; "
-            "open it there with fedquilt.open_run"
-        )
+        return _opened_from_python(folder, about, model)
     config = config_of(about)
     if model is None:
         refuse_code(config, folder, trust=trust)
     else:
         config = checked(override(config.model_dump(), {"model.name": model}))
     return open_run(folder, model_of(config), method_of(config), exclude=config.model.exclude)
+
+
+def _opened_from_python(folder: Path, about: Mapping[str, Any], model: str | None) -> Run:
+    """A run that ``fedquilt.train`` made, if its model and method can be made of what it stores."""
+    made: Any = about.get("model") if model is None else {"name": model, "options": {}}
+    settings = about.get("settings")
+    is_known = isinstance(made, dict) and made.keys() == {"name", "options"}
+    if not is_known or not isinstance(settings, dict):
+        more = "" if is_known else ", or say what makes it: --model FILE.py:FUNCTION"
+        raise CheckpointError(
+            f"{folder} was trained from Python, with a {'method' if is_known else 'model'} that "
+            f"only Python knows; open it there with fedquilt.open_run{more}"
+        )
+    if model is None and is_code(made["name"]):
+        raise CheckpointError(f"{folder} names code as its model, and runs of Python name none")
+    method = from_plain(settings, METHOD_CLASSES)
+    return open_run(folder, make(made["name"], made["options"]), method)
+
+
+def clients_of(run: Run, data: str | None = None) -> Population | None:
+    """The clients that a run was trained with, made from its settings, or with other data.
+
+    Of a run that was trained from Python they are not known, and ``data`` are the server's only.
+    """
+    if "config" in run.about:
+        config = config_of(run.about)
+        changes = {} if data is None else {"data.source": data}
+        source = source_of(checked(override(config.model_dump(), changes)))
+        return population_of(config, as_trained(run, source))
+    if data is None:
+        return None
+    return Population(run.setup.clients, {}, {SERVER: as_trained(run, load(data)).test})
 
 
 def refuse_code(config: Config, folder: Path, *, trust: bool) -> None:

@@ -38,6 +38,7 @@ from fedquilt.federation.client import Client
 from fedquilt.federation.state import Setup, State
 from fedquilt.files import locked, read_sealed, remove_parts, sync, write_sealed
 from fedquilt.methods.method import Method, shares_weights
+from fedquilt.models import made_by
 from fedquilt.report.records import final_scores
 from fedquilt.runs.checkpoint import saved
 from fedquilt.runs.loop import Loop, Pace, Tolerance, Watch, ignore, num_rounds
@@ -55,6 +56,7 @@ from fedquilt.training.dualnorm import (
     has_dial,
     set_robustness,
 )
+from fedquilt.training.plain import as_plain
 from fedquilt.training.statistics import untracked
 
 MakeEngine = Callable[[Setup, Population, Path | None], Engine]
@@ -372,7 +374,7 @@ def train(
                 "chosen": {str(c): s.encode().decode() for c, s in state.chosen.items()},
                 "origins": [dict(place) for place in loop.origins],
             }
-            return {**_description(setup, method), **(about or {}), **came}
+            return {**_description(setup, method), **(about or _from_python(whole, method)), **came}
 
         def keep(state: State) -> None:
             if folder is not None:
@@ -498,6 +500,15 @@ def _description(setup: Setup, method: Method) -> dict[str, Any]:
             for x in arguments(setup.example)
         ],
     }
+
+
+def _from_python(whole: Setup, method: Method) -> dict[str, Any]:
+    """What commands can open a run by that no settings describe; None: only Python can."""
+    try:
+        settings = as_plain(method)
+    except ConfigError:  # a method that holds more than plain values
+        settings = None
+    return {"model": made_by(whole.model), "settings": settings}
 
 
 def open_run(
