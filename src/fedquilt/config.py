@@ -113,7 +113,8 @@ class FlowerSection(_Section):
     name: str | None = None  # under which clients keep what is theirs; made up for each run
     out: str | None = None  # the run's directory, on the machine where the server's app runs
     resume: bool = False
-    nodes: int | None = Field(None, ge=1)  # to wait for; None: as many as data.clients
+    nodes: int | None = Field(None, ge=1)  # to wait for; None: all of the run's clients
+    keys: bool = True  # a client is bound to its node's key; False: where keys do not last
     wait: float = Field(300.0, gt=0)  # seconds, for the nodes
     deadline: float | None = Field(None, gt=0)  # seconds, for one client's work
     patience: float = Field(600.0, gt=0)  # seconds, for a round

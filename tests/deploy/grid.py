@@ -8,6 +8,7 @@ from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -33,6 +34,7 @@ class OneProcessGrid(Grid):
             node: Context(RUN, node, dict(about), RecordDict(), dict(run_config))
             for node, about in nodes.items()
         }
+        self.keys = {node: f"key of {node}".encode() for node in nodes}  # public ones
         self._waiting: dict[str, Message] = {}
         self._ids = itertools.count()
         self.sent: list[Message] = []
@@ -50,6 +52,15 @@ class OneProcessGrid(Grid):
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.contexts)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=n, public_key=self.keys.get(n, b"")) for n in self.contexts]
+
+    def move(self, old: int, new: int, *, key: bytes | None = None) -> None:
+        """A node comes back under another number, with its own key or another."""
+        self.contexts[new] = self.contexts.pop(old)
+        self.contexts[new].__dict__["node_id"] = new
+        self.keys[new] = self.keys.pop(old) if key is None else key
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         ids = []

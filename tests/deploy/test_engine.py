@@ -262,8 +262,7 @@ def test_a_node_that_is_gone_is_missed_and_one_that_comes_back_is_found(place):
     def restart(message, answer):
         seen.append(message)
         if message.metadata.message_type == "train" and len(seen) == 3 + CLIENTS:
-            grid.contexts[200] = grid.contexts.pop(101)
-            grid.contexts[200].__dict__["node_id"] = 200
+            grid.move(101, 200)
         return [answer(message)]
 
     grid = place.grid(restart, **FEDAVG)

@@ -36,6 +36,7 @@ class Place:
 
     connection: Connection
     nodes: tuple[NodeConfig, ...] | None = None
+    is_insecure: bool = False
 
     @property
     def has_data(self) -> bool | None:
@@ -54,7 +55,8 @@ def place_of(text: str) -> Place:
     words = about(folder)
     if words is None:
         raise ConfigError(f"no federation runs in {text}; start it: fedquilt up --out {text}")
-    return Place(Connection(NAME, folder.resolve() / "flower"), tuple(words["nodes"]))
+    where = Connection(NAME, folder.resolve() / "flower")
+    return Place(where, tuple(words["nodes"]), bool(words["is_insecure"]))
 
 
 def spelled_out(config: Config, place: Place | None) -> Config:
@@ -109,6 +111,8 @@ def trained(
     if place is None or place.nodes is not None:  # else the directory is on another machine
         prepared(folder, resume=resume)
     out = {"flower.out": str(folder.resolve()), "flower.resume": resume}
+    if simulation or (place is not None and place.is_insecure):
+        out["flower.keys"] = False  # a node has another at every start
     config = checked(override(config.model_dump(), out))
     count = config.data.clients or CLIENTS
     resources = {

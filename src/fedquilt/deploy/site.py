@@ -30,7 +30,7 @@ from fedquilt.config import (
     source_of,
     structure_of,
 )
-from fedquilt.data.examples import ClientData, as_examples
+from fedquilt.data.examples import ClientData, as_examples, num_targets
 from fedquilt.data.load import Source, load
 from fedquilt.data.population import Population
 from fedquilt.deploy.measure import affordable
@@ -72,9 +72,10 @@ class Site:
     is_own: bool = False  # its data are no part of the set that the settings name
 
     @property
-    def has_tests(self) -> bool:
-        """Whether it has test data of its own."""
-        return self.client.id in self.data["test"]
+    def num_tests(self) -> int:
+        """Answers to give on test data of its own."""
+        own = self.data["test"].get(self.client.id)
+        return 0 if own is None else num_targets(own)
 
 
 def site_of(config: Config, node: NodeConfig, give: GiveData | None = None) -> Site:

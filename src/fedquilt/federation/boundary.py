@@ -18,6 +18,7 @@ from fedquilt.errors import FedquiltError, StructureError, UpdateError
 from fedquilt.federation.client import Client, Failure, Task, Update, called
 from fedquilt.federation.state import Setup
 from fedquilt.federation.update import accept
+from fedquilt.structure.budget import Budget
 from fedquilt.structure.cut import Params, shapes
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet, prefix
@@ -26,6 +27,8 @@ LOSS, EXAMPLES = "loss", "examples"  # what every training reports
 MOST_EXAMPLES = 10**9  # that one client can have
 MOST_LOSS = 1e6  # a mean over examples; what is above says that a net diverged, and nothing else
 MOST_METRICS = 4096
+MOST_CLIENTS = 10**6
+MOST_CLASSES = 2**18  # or tokens, unless the settings say so themselves
 LONGEST_NAME = 100
 LONGEST_REASON = 1000  # characters of a sentence that came from a client
 ROUNDING = 1e-3  # a sum of cross entropies may be that much below zero
@@ -134,6 +137,33 @@ def _registered(setup: Setup, number: int) -> Client:
     """A client as it has registered; the server has the examples of all."""
     own = next((client for client in setup.clients if client.id == number), None)
     return own or Client(number, sum(client.num_examples for client in setup.clients))
+
+
+def check_client(client: Client, num_classes: int) -> None:
+    """Refuses what a client says about itself if nobody could be so."""
+    numbers = {
+        "number": (client.id, 0, MOST_CLIENTS),
+        "examples": (client.num_examples, 1, MOST_EXAMPLES),
+        "tests": (client.num_tests or 0, 0, MOST_EXAMPLES),
+        "classes": (num_classes, 1, MOST_CLASSES),
+    }
+    for name, (value, low, high) in numbers.items():
+        if not low <= value <= high:
+            raise UpdateError(f"a client's {name} are from {low} to {high}, it says {value:.6g}")
+    labels = client.labels
+    if list(labels) != sorted(set(labels)) or (
+        labels and not 0 <= labels[0] <= labels[-1] < num_classes
+    ):
+        raise UpdateError(
+            f"labels are numbers below {num_classes}, each once, it says {labels!r:.60}"
+        )
+    if not isinstance(client.budget, Budget) or not all(
+        limit is None or (_is_number(limit) and math.isfinite(limit))
+        for limit in vars(client.budget).values()
+    ):
+        raise UpdateError(f"a budget is a width and limits, it says {client.budget!r:.60}")
+    if len(client.group) > LONGEST_NAME or not client.group.isprintable():
+        raise UpdateError(f"a group is a short name, it says {client.group!r:.60}")
 
 
 def shortened(reason: str) -> str:

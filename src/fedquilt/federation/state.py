@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,13 +62,21 @@ class Phase:
 
 
 def sample(
-    clients: tuple[Client, ...], phase: Phase, seed: int, spare: float = 0.0
+    clients: tuple[Client, ...],
+    phase: Phase,
+    seed: int,
+    spare: float = 0.0,
+    present: Collection[int] | None = None,
 ) -> list[Client]:
-    """A random cohort, in the order of the clients' numbers; ``spare``: and so many more."""
-    there = phase.able(clients)
-    chosen = np.random.default_rng(seed).permutation(len(there))
+    """A random cohort, in the order of the clients' numbers; ``spare``: and so many more.
+
+    Who is not ``present`` is passed over, unless nobody is that the phase is for.
+    """
+    able = phase.able(clients)
+    order = np.random.default_rng(seed).permutation(len(able)).tolist()
+    there = [i for i in order if present is None or able[i].id in present] or order
     size = math.ceil(phase.needed(clients) * (1 + spare))
-    return [there[i] for i in sorted(chosen[:size])]
+    return [able[i] for i in sorted(there[:size])]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -85,10 +85,12 @@ def begun(
     tell: Callable[[Matched], None] = lambda matched: None,
     engine: MakeEngine | None = None,
     named: bool = True,
+    present: Callable[[], Collection[int]] | None = None,
 ) -> Callable[[Watch], Run]:
     """The same for clients that are known already, and with an engine of one's own.
 
     ``named``: the settings name the model, so that the run can be opened by them alone.
+    ``present`` says which of the clients can be asked now; None: all.
     """
     described = {"config": config.model_dump(mode="json")} if named else {}
     model, method = whole.model, method_of(config)
@@ -120,6 +122,7 @@ def begun(
         else Tolerance(config.flower.quorum),
         engine=engine or local_engine(config.run.workers, timeouts),
         about={**described, "scale": scale and asdict(scale)},
+        present=present,
     )
 
     def to_the_end(watch: Watch) -> Run:

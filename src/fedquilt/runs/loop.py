@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -200,6 +200,7 @@ class Loop:
     watch: Watch = ignore
     tolerance: Tolerance = field(default_factory=Tolerance)
     keep: Callable[[State], None] = lambda state: None  # what is done with the finished state
+    present: Callable[[], Collection[int]] | None = None  # whom to sample from; None: all clients
     origins: tuple[Origin, ...] = field(default_factory=lambda: (origin(),), init=False)
 
     def __post_init__(self) -> None:
@@ -269,7 +270,7 @@ class Loop:
         stream = (2,) if phase.is_closing else ()
         seed = seed_of(self.setup.seed, state.round, *stream)
         spare = 0.0 if phase.is_closing else self.tolerance.spare
-        cohort = sample(self.setup.clients, phase, seed, spare)
+        cohort = sample(self.setup.clients, phase, seed, spare, self._present())
         tasks = self.method.plan(self.setup, state, cohort)
         if self.pace.test_locally and not phase.is_closing:
             tasks = [self._tested(task) for task in tasks]
@@ -288,6 +289,11 @@ class Loop:
         merged = self.method.merge(self.setup, state, ledger.accepted(tasks, results))
         self.engine.tell = nobody  # whoever evaluates is not one of the round's clients
         return merged, ledger
+
+    def _present(self) -> Collection[int]:
+        """Clients that can be asked; all of them, if nobody knows better."""
+        everyone = {client.id for client in self.setup.clients}
+        return everyone if self.present is None else everyone & set(self.present()) or everyone
 
     def _tested(self, task: Task) -> Task:
         """The task, and then a test of what the client has made of it."""
@@ -324,7 +330,7 @@ class Loop:
                 finished,
                 self.engine,
                 held_out=self.held_out,
-                testers=self.testers,
+                testers=tuple(client for client in self.testers if client in self._present()),
                 tell=failures.append,
             )
         )

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,6 +59,8 @@ from fedquilt.training.dualnorm import (
 from fedquilt.training.plain import as_plain
 from fedquilt.training.statistics import untracked
 
+CLIENTS_FILE = "clients.json"  # who takes part, where clients are nodes
+FIRST_FILES = ("config.toml", "lock", CLIENTS_FILE)  # that there may be before there is a run
 MakeEngine = Callable[[Setup, Population, Path | None], Engine]
 
 
@@ -323,6 +325,7 @@ def train(
     watch: Watch = ignore,
     engine: MakeEngine | None = None,
     about: Mapping[str, Any] | None = None,
+    present: Callable[[], Collection[int]] | None = None,
 ) -> Run:
     """Trains a model over clients of any size.
 
@@ -380,7 +383,7 @@ def train(
             if folder is not None:
                 bundle.save(folder / "model", state.params, found, described(state))
 
-        loop.keep = keep
+        loop.keep, loop.present = keep, present
         state, scores = loop.run(resume=resume)
         return Run(setup, method, state, scores, clients, folder, described(state), whole)
 
@@ -421,7 +424,7 @@ def prepared(folder: Path, *, resume: bool) -> Path:
                 "another --out"
             )
         found = {p.name for p in folder.iterdir()}
-        if not all(n in ("config.toml", "lock") or _is_unfinished(n) for n in found):
+        if not all(n in FIRST_FILES or _is_unfinished(n) for n in found):
             raise CheckpointError(f"{folder} is not empty and holds no run; choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -288,7 +288,6 @@ class _Post:
         if reply.has_error():
             return Failure(sent.client, f"{reply.error.reason} (Flower's code {reply.error.code})")
         self._traffic.bytes_up += letters.num_bytes(reply.content)
-        self._traffic.tensors_up += letters.tensor_bytes(reply.content)
         self._traffic.num_answers += 1
         try:
             if reply.metadata.src_node_id != sent.node:
@@ -298,6 +297,7 @@ class _Post:
             )
         except UpdateError as problem:
             return Failure(sent.client, str(problem))
+        self._traffic.tensors_up += sum(t.nbytes for part in update.params for t in part.values())
         path = self._folder / f"answer-{next(self._files)}"
         slots = flat.write(path, flat.packed(update.params))
         return _Early(replace(update, params=()), kept, path, slots)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedquilt.engines import flat
 from fedquilt.errors import UpdateError
+from fedquilt.federation.boundary import shortened
 from fedquilt.federation.client import Task, Update
 from fedquilt.structure.cut import Params, Parts, take
 from fedquilt.structure.groups import Structure
@@ -33,6 +34,9 @@ PROBLEM = "problem"  # instead of an answer
 WEIGHT = "weight"  # the metric with which an update counts
 LENGTH = 4  # bytes that say how long a subnet is
 HEADER, WIDEST = 256, 8  # bytes at most: before an array, and of one number in it
+REPORT = 2**19  # bytes at most: of all metrics, and what else an answer says
+ANSWERED = {"run", "token", "client", "kept", "subnets"}
+DTYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 NO_STATE = 0  # the version of a client that keeps nothing yet
 
 
@@ -112,13 +116,17 @@ def read_answer(
 ) -> tuple[Update, bool]:
     """The update that answers an order, and whether the client has kept a state with it.
 
-    Raises an UpdateError if it answers another one, or is larger than what a subnet may be.
+    Raises an UpdateError if it answers another one, or is larger than an answer may be, whatever
+    part of it is.
     """
-    problem = problem_of(content)
-    if problem is not None:
-        raise UpdateError(problem)
     try:
+        check_size(content, most_bytes)
+        problem = problem_of(content)
+        if problem is not None:
+            raise UpdateError(problem)
         settings = content.config_records[SETTINGS]
+        if set(content) != {ARRAYS, SETTINGS, METRICS} or set(settings) != ANSWERED:
+            raise ValueError("it has other parts than an answer")
         told = str(settings["run"]), str(settings["token"]), _int(settings["client"])
         if told != (sent.run, sent.token, client):
             raise UpdateError(
@@ -126,23 +134,17 @@ def read_answer(
                 f"{told[1]}, client {told[2]}"
             )
         arrays = content.array_records[ARRAYS]
-        size = sum(len(array.data) for array in arrays.values())
-        if size > most_bytes:
-            raise UpdateError(
-                f"client {client} sent {size:,} bytes, and its order allows {most_bytes:,}"
-            )
         subnets = _parted(_bytes(settings["subnets"]), structure)
         tensors = {name: _tensor(array) for name, array in arrays.items()}
         metrics = {n: float(v) for n, v in content.metric_records[METRICS].items()}  # type: ignore[arg-type]
         weight = metrics.pop(WEIGHT)
         parts = flat.unpacked(tensors, len(subnets))
         return Update(client, subnets, parts, weight, metrics), bool(settings["kept"])
-    except UpdateError:
-        raise
+    except UpdateError as problem:
+        raise UpdateError(shortened(str(problem))) from problem
     except Exception as problem:  # whatever a foreign message may do to those who read it
-        raise UpdateError(
-            f"client {client} sent what cannot be read ({type(problem).__name__}: {problem})"
-        ) from problem
+        said = f"client {client} sent what cannot be read ({type(problem).__name__}: {problem})"
+        raise UpdateError(shortened(said)) from problem
 
 
 def apology(problem: str) -> RecordDict:
@@ -180,17 +182,34 @@ def num_bytes(content: RecordDict) -> int:
 
 
 def tensor_bytes(content: RecordDict) -> int:
-    """The bytes of a message's numbers alone: what its subnets are, without any heading."""
+    """The bytes of an order's numbers alone: what its subnets are, without any heading."""
     arrays = (a for record in content.array_records.values() for a in record.values())
     return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
+
+
+def check_size(content: RecordDict, most: int) -> None:
+    """Refuses a message of more bytes than there may be, in whatever part of it they are."""
+    size = sum(_size(name) + _size(record) for name, record in content.items())
+    if size > most:
+        raise UpdateError(f"the answer has {size:,} bytes, and {most:,} are allowed")
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, (bytes, str)):
+        return len(value)
+    if isinstance(value, Array):
+        return sum(_size(part) for part in (value.dtype, value.stype, value.data, [*value.shape]))
+    if isinstance(value, Mapping):
+        return sum(_size(name) + _size(part) for name, part in value.items())
+    return sum(map(_size, value)) if isinstance(value, (list, tuple)) else WIDEST
 
 
 def most_bytes(task: Task, structure: Structure, size: int) -> int:
     """How long an answer may be: as the order, or as the whole model if that names no subnet."""
     if task.subnets:
-        return size + HEADER
+        return size + REPORT
     whole = sum(math.prod(shape) * WIDEST + HEADER for shape in structure.shapes.values())
-    return max(size, whole) + HEADER
+    return max(size, whole) + REPORT
 
 
 def _records(
@@ -212,8 +231,10 @@ def _tensor(array: Array) -> Tensor:
     if np.lib.format.read_magic(stream) != (1, 0):
         raise ValueError("an array is no plain one")
     shape, by_column, dtype = np.lib.format.read_array_header_1_0(stream)
+    if str(dtype) not in DTYPES:
+        raise ValueError(f"an array is of {dtype}")
     size = math.prod(shape) * dtype.itemsize
-    if dtype.hasobject or size != len(array.data) - stream.tell():
+    if size != len(array.data) - stream.tell():
         raise ValueError(f"an array says {dtype} {shape} and has {len(array.data)} bytes")
     values = np.frombuffer(array.data, dtype, offset=stream.tell())
     return torch.from_numpy(values.reshape(shape, order="F" if by_column else "C").copy("C"))
