@@ -12,9 +12,7 @@ Other files hold ``{role: [speech, …]}``, or ``{user: {"text": [...], "label":
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fedquilt.data.examples import Examples, Normalise
+from fedquilt.data.limits import read_text
 from fedquilt.data.source import MOST_CLASSES, Source, owners
 from fedquilt.data.text import ALPHABET, characters, speeches, tweets, words
 from fedquilt.data.windows import Windows
@@ -188,11 +187,10 @@ def _lists(where: str, own: Mapping[str, Any], *keys: str) -> tuple[list[Any], l
 
 
 def _parsed(file: Path) -> dict[str, Any]:
-    opened = gzip.open if file.name.endswith(".gz") else open
+    text = read_text(file, "a readable JSON file")
     try:
-        with opened(file, "rt", encoding="utf-8") as text:
-            content = json.load(text)
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"'{file}' is not a readable JSON file ({type(error).__name__}); fetch it again"
         ) from error

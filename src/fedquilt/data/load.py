@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch import Tensor
 from fedquilt.data import leaf
 from fedquilt.data.examples import Examples, Normalise, refuse_not_finite
 from fedquilt.data.hub import HUB, download
+from fedquilt.data.limits import check_arrays, read_text
 from fedquilt.data.source import MOST_CLASSES, Source
 from fedquilt.data.text import passages
 from fedquilt.errors import DataError, unknown
@@ -186,10 +185,14 @@ def _read_npz(path: Path) -> Arrays:
     known = (*REQUIRED, *pairs, *CLIENTS)
     try:
         with zipfile.ZipFile(path) as archive:
-            present = {Path(name).stem for name in archive.namelist()}
+            members = [name for name in archive.namelist() if name.endswith(".npy")]
+            present = {name.removesuffix(".npy") for name in members}
+            check_arrays(path, archive, [name for name in known if name in present])
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in known if name in present}
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # a foreign file can fail anywhere in a reader
         raise DataError(_why_unreadable(path, error)) from error
     arrays = _without_test(arrays)
     missing = [name for name in REQUIRED if name not in arrays]
@@ -232,7 +235,9 @@ def _from_folder(path: Path) -> Source:
         return leaf.read(path.name, *by_client)
     texts = [_text_file(path, part) for part in ("train", "test")]
     if texts[0] is not None:
-        return passages(path.name, *("" if file is None else _read_text(file) for file in texts))
+        return passages(
+            path.name, *("" if file is None else read_text(file, "readable text") for file in texts)
+        )
     if (path / "train").is_dir() and (path / "test").is_dir():
         return _source(path.name, _read_images(path))
     raise DataError(
@@ -244,17 +249,6 @@ def _from_folder(path: Path) -> Source:
 def _text_file(folder: Path, part: str) -> Path | None:
     files = (folder / f"{part}{suffix}" for suffix in (".txt", ".txt.gz"))
     return next((file for file in files if file.is_file()), None)
-
-
-def _read_text(file: Path) -> str:
-    opened = gzip.open if file.suffix == ".gz" else open
-    try:
-        with opened(file, "rt", encoding="utf-8", newline="") as text:
-            return text.read()
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise DataError(
-            f"'{file}' is not readable text ({type(error).__name__}); fetch it again"
-        ) from error
 
 
 def _from_domains(name: str, files: Sequence[Path], *, equally: bool = False) -> Source:
