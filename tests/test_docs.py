@@ -124,7 +124,7 @@ def test_commands_are_known_and_their_settings_can_be_made(words, monkeypatch):
         return
     made = []
 
-    def note(changes, *others):
+    def note(changes, *others, **more):
         config = checked(override({}, changes))
         made.append((method_of(config), model_of(config)))
 
