@@ -6,8 +6,10 @@ import json
 import re
 import struct
 from dataclasses import replace
+from html.parser import HTMLParser
 
 import pytest
+from matplotlib import cbook
 
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.architectures import (
@@ -399,3 +401,64 @@ def test_a_page_tells_accuracy_in_each_domain(tmp_path):
     assert "<td>sea &lt;1&gt;</td><td>100.0%</td><td>50.0%</td>" in page
     assert "<td>land</td><td>12.5%</td><td>12.5%</td>" in page
     assert "each domain" not in write(tmp_path / "without", [story("x")]).read_text()
+
+
+# names with markup
+
+NASTY = '<script>alert("x")</script> & $\\frac{1}{$ _\'"'
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and their texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names, self.texts, self.attributes = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.names.append(tag)
+        self.attributes += [(tag, *pair) for pair in attrs]
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_names_with_markup_are_texts_on_the_page_and_in_pictures(tmp_path):
+    """Of runs, groups, domains, methods, layers and blocks."""
+    nasty = replace(
+        story(NASTY),
+        about={NASTY: NASTY},
+        scores=[replace(s, group_accuracy={NASTY: 0.5, "b": 0.5}) for s in SCORES],
+        shares={NASTY: 0.5, "b": 1.0},
+        steps={NASTY: {NASTY: 1.0}},
+        weights={NASTY: {NASTY: 1.0}},
+        architectures=[Architecture(0, None, {NASTY: 0.5}, {NASTY: 0.5}, {NASTY: 4})],
+        rates=[Rate(NASTY, 8, 0.5, 0.1)],
+        layers=[LayerCost(NASTY, 10, 5.0, 20, 10.0)],
+        local={0: 0.5, 1: 0.75},
+        mean_costs={"params": 1.0, "macs": 1.0},
+    )
+    page = write(tmp_path / "report", [nasty, story("_plain")])
+    found = Elements()
+    found.feed(page.read_text(encoding="utf-8"))
+    assert set(found.names) <= {
+        "meta", "title", "style", "h2", "h3", "p", "table", "tr", "th", "td", "img",
+    }  # fmt: skip
+    assert {name for _, name, _ in found.attributes} <= {"charset", "alt", "src"}
+    assert NASTY in found.texts
+    assert any(NASTY in text for _, name, text in found.attributes if name == "alt")
+    assert json.loads((tmp_path / "report" / "report.json").read_text())[NASTY]
+
+
+def test_names_are_drawn_as_they_are(tmp_path):
+    picture = figures.Lines(NASTY, NASTY, NASTY, {NASTY: [(1, 1)], "_hidden": [(2, 2)]})
+    written = figures.plain(picture.curves)
+    assert not any(cbook.is_math_text(name) for name in written)
+    assert not any(name.startswith("_") for name in written)
+    figures.draw(picture, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 0
+
+
+def test_a_long_name_is_no_problem_for_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "draw", lambda figure, path: path.write_bytes(b""))
+    assert write(tmp_path, [replace(story("n" * 250), steps={"1": {"a": 1.0}})]).exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -434,6 +434,7 @@ def _named(budget: Budget | None) -> str:
 
 def draw(figure: Figure, path: Path) -> None:
     """Writes the picture."""
+    figure = replace(figure, **{f.name: plain(getattr(figure, f.name)) for f in fields(figure)})
     with _axes(figure, path) as panels:
         if isinstance(figure, Lines):
             look = {"marker": "o", "linestyle": "-" if figure.is_joined else "none"}
@@ -456,6 +457,23 @@ def draw(figure: Figure, path: Path) -> None:
                     panel.boxplot(list(kept.values()), tick_labels=list(kept))
                 panel.set(ylabel=label)
                 panel.tick_params(axis="x", rotation=30)
+
+
+def plain(value: Any) -> Any:
+    """The same with all texts such that matplotlib draws them as they are.
+
+    Between two dollars it reads formulas, and it leaves out of legends what begins with a stroke.
+
+    >>> plain({"$a$": [1.0], "_b": "c"})
+    {'\\\\$a\\\\$': [1.0], ' _b': 'c'}
+    """
+    if isinstance(value, str):
+        return (" " if value.startswith("_") else "") + value.replace("$", r"\$")
+    if isinstance(value, Mapping):
+        return {plain(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(inner) for inner in value)
+    return value
 
 
 def _is_wide(figure: Lines) -> bool:

@@ -32,6 +32,7 @@ STYLE = (
     "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right}"
     "tr+tr{border-top:1px solid #ddd}img{max-width:100%}"
 )
+LONGEST_SLUG = 80  # of a picture's file name; a run's name may be as long as a file name can be
 WAYS = ("up", "down")
 
 
@@ -74,7 +75,7 @@ def write(folder: Path, stories: Sequence[Story]) -> Path:
             figures.draw(figure, path)
             pictures.append((figure, path))
         page = folder / "index.html"
-        page.write_text(_page(stories, pictures))
+        page.write_text(_page(stories, pictures), encoding="utf-8", errors="replace")
     except OSError as problem:
         raise CheckpointError(
             f"the report could not be written to {folder} ({problem})"
@@ -108,7 +109,8 @@ def _figures(stories: Sequence[Story]) -> list[figures.Figure]:
 
 
 def _slug(title: str) -> str:
-    return "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split())
+    words = "".join(c if c.isalnum() else " " for c in title.lower()).split()
+    return "-".join(words)[:LONGEST_SLUG]
 
 
 def _page(stories: Sequence[Story], pictures: Sequence[tuple[figures.Figure, Path]]) -> str:
