@@ -387,8 +387,48 @@ def test_evaluate_gives_the_scores_of_the_end_of_training(finished):
     found = [size["accuracy"] for size in scores["sizes"]]
     assert scores["worst"] == min(found)
     assert scores["mean"] == pytest.approx(sum(found) / 2)
+    assert (scores["score"], scores["exceeds_budgets"]) == ("accuracy", None)
+    assert {size["kind"] for size in scores["sizes"]} == {"width"}
+    assert "accuracy: on the server's held-out data" in trained.out
+    assert "accuracy over sizes; seed 7" in trained.out
     for accuracy in found:
         assert f"{100 * accuracy:.1f}%" in trained.out
+
+
+def test_what_a_client_sends_is_what_was_sent(tmp_path):
+    """Codes of STC are a hundredth of its net."""
+    small = ["--model", "mlp", "--set", "model.hidden=[64]", "--clients", "2", "--workers", "0"]
+    for command in (
+        ["train", "--method", "stc", *small, "--rounds", "2", "--out", tmp_path / "a"],
+        ["evaluate", tmp_path / "a", "--workers", "0"],
+    ):
+        result = fedquilt(*command, "--json")
+        assert result.code == 0, result.err
+        lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+        sent = [n for line in lines for n in json.loads(line).get("sent", {}).values()]
+        (size,) = result.json["sizes"]
+        assert size["bytes"] == round(sum(sent) / len(sent)) < 4 * size["params"] / 50
+        assert result.json["exceeds_budgets"].startswith(
+            "ignores budgets: the whole net is trained"
+        )
+
+
+def test_sizes_are_named_as_what_they_are(tmp_path):
+    """γ of NeFL is a share of parameters; its tiers reach beyond budgets."""
+    asked = ["--model", "mlp", "--set", "model.hidden=[32]", "--clients", "5", "--workers", "0"]
+    asked += ["--set", "method.tolerance=0.2", "--rounds", "1", "--out", tmp_path / "a"]
+    result = fedquilt("train", "--method", "nefl", *asked)
+    assert result.code == 0, result.err
+    assert re.search(r"γ +parameters +MACs +upload +accuracy", result.out)
+    assert "γ: the share of the whole model's parameters" in result.out
+    assert "exceeds budgets: 4 of 5 clients also train submodels above their own tier" in result.out
+    again = fedquilt("evaluate", tmp_path / "a", "--workers", "0", "--json").json
+    assert [(s["width"], s["kind"]) for s in again["sizes"]] == [
+        (width, "parameters") for width in (1.0, 0.8, 0.6, 0.4, 0.2)
+    ]
+    assert again["exceeds_budgets"].startswith("exceeds budgets: 4 of 5")
+    taken = fedquilt("customize", tmp_path / "a", "--width", "0.2", "--out", tmp_path / "a.pt2")
+    assert "a.pt2: γ 0.2, " in taken.out
 
 
 def test_a_model_that_cannot_be_trained_is_refused_and_leaves_no_folder(tmp_path):

@@ -32,7 +32,7 @@ from fedquilt.structure.budget import Budget
 
 def score(width: float, accuracy: float, dial: float | None = None, robust: float | None = None):
     return SizeScore(
-        width, int(1000 * width), int(1e6 * width), 0.1, None, 0.5, 10, accuracy, dial, robust
+        width, int(1000 * width), int(1e6 * width), None, None, 0.5, 10, accuracy, dial, robust
     )
 
 
@@ -84,14 +84,45 @@ def story(name: str) -> Story:
 
 
 def test_curves_are_the_scores():
-    by_width, by_params, _ = figures.by_width({"x": SCORES})
+    by_params, _, by_width = figures.by_size({"x": SCORES})
     assert by_width.curves["x"] == [(0.5, 45.0), (1.0, 90.0)]  # clean points, narrow first
+    assert (by_width.x, by_width.y) == ("width", "user accuracy (%)")
     assert [x for x, _ in by_params.curves["x"]] == [500, 1000]
     (trade_off,) = figures.trade_off({"x": SCORES})
     assert trade_off.curves["x x1"] == [pytest.approx((90, 20)), pytest.approx((80, 50))]
     assert set(trade_off.curves) == {"x x1", "x x0.5"}
     assert figures.trade_off({"x": [score(1.0, 0.5)]}) == []
     assert figures.by_clock({"x": [milestone(2_000_000, 0.9)]}).curves["x"] == [(2.0, 90.0)]
+
+
+def test_curves_of_a_picture_are_of_one_score_and_the_axis_says_which():
+    held_out = [replace(s, accuracy=0.2) for s in SCORES]
+    curves = {"x": SCORES, "y": held_out}
+    assert {picture.y for picture in figures.by_size(curves)} == {"user accuracy (%)"}
+    assert {picture.y for picture in figures.by_size({"y": held_out})} == {"accuracy (%)"}
+    (first, *_) = figures.by_size({"y": held_out})
+    assert {y for _, y in first.curves["y"]} == {20.0}
+
+
+def test_sizes_that_mean_different_things_are_compared_by_parameters_alone():
+    assert [p.x for p in figures.by_size({"x": SCORES}, {"γ"})][-1] == "γ"
+    several = figures.by_size({"x": SCORES, "y": SCORES}, {"width", "γ"})
+    assert [p.x for p in several] == ["parameters", "MACs, one example"]
+
+
+def test_a_page_says_what_sizes_are_what_is_summed_up_and_who_went_beyond_its_budget(tmp_path):
+    held_out = [score(1.0, 0.5), score(0.5, 0.25)]
+    told = Story("deep", {}, [replace(s, accuracy=0.75) for s in held_out], size_kind="parameters")
+    told = replace(told, exceeds_budgets="ignores budgets: <all>")
+    page = write(tmp_path, [told]).read_text()
+    for words in (
+        "<th>γ</th>",
+        "γ: the share of the whole model&#x27;s parameters",
+        "user accuracy: on each client&#x27;s own test data, mean over clients",
+        "worst 75.0%, mean 75.0%: accuracy over sizes",
+        "ignores budgets: &lt;all&gt;",
+    ):
+        assert words in page
 
 
 def test_bars_and_boxes_are_the_clients():
@@ -358,7 +389,7 @@ def test_means_over_clients_are_a_table_of_runs(tmp_path, undrawn):
     bare = replace(told, name="y", local={}, traffic={}, scores=[replace(SCORES[0], accuracy=None)])
     rows = cells(write(tmp_path, [told, story("z"), bare]).read_text(), "In the mean over clients")
     assert [row[0] for row in rows] == ["", "x", "y"]
-    assert rows[1][1:] == ["10.0%", "62.5%", "2.50 M (12.5%)", "980.2 (100.0%)", "9.00 MB", "500 B"]
+    assert rows[1][1:] == ["90.0%", "62.5%", "2.50 M (12.5%)", "980.2 (100.0%)", "9.00 MB", "500 B"]
     assert rows[2][1:3] == ["90.0%", "-"]
     assert rows[2][-2:] == ["-", "-"]
 

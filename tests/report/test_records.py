@@ -7,11 +7,9 @@ from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.report.records import (
     LocalTest,
     Milestone,
-    accuracy_of,
     bytes_sent,
     bytes_to_reach,
     final_scores,
-    global_accuracy,
     in_last_phase,
     last_local,
     local_tests,
@@ -86,7 +84,7 @@ def test_milestones_count_all_rounds_and_no_closing_phases(tmp_path):
 
 
 def reached(sent, user, own=None):
-    score = replace(SCORE, user_accuracy=user, personal_accuracy=own)
+    score = replace(SCORE, accuracy=user, personal_accuracy=own)
     return Milestone(sent, "train", 0.0, sent, score)
 
 
@@ -95,16 +93,6 @@ def test_the_bytes_to_reach_an_accuracy_are_those_of_the_first_evaluation_with_i
     assert [bytes_to_reach(progress, a) for a in (0.1, 0.5, 0.55, 0.7)] == [1, 2, 4, None]
     assert bytes_to_reach(progress, 0.2, lambda score: score.personal_accuracy) == 3
     assert bytes_to_reach([], 0.0) is None
-
-
-def test_accuracy_is_that_of_users_where_it_is_known():
-    assert accuracy_of(replace(SCORE, user_accuracy=0.7)) == 0.7
-    assert accuracy_of(SCORE) == 0.9
-
-
-def test_global_accuracy_is_that_of_users_only_where_there_is_no_other():
-    assert global_accuracy(replace(SCORE, user_accuracy=0.7)) == 0.9
-    assert global_accuracy(replace(SCORE, accuracy=None, user_accuracy=0.7)) == 0.7
 
 
 def test_own_models_have_a_mean_for_every_round_and_a_last_time_for_every_client(tmp_path):

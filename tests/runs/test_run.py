@@ -13,6 +13,7 @@ import fedquilt as fq
 from fedquilt.engines import worker
 from fedquilt.engines.local import LocalEngine
 from fedquilt.errors import BudgetError, CheckpointError, ConfigError, TrainingError
+from fedquilt.files import read_document, write_document
 from fedquilt.runs.loop import (
     ClientDone,
     ClientProgress,
@@ -445,6 +446,25 @@ def test_only_clients_with_test_data_are_asked_and_only_where_models_are_trained
     closing = [(c, "Statistics") for c in range(4)]
     assert asked == [*round, *round, *closing, (1, "Evaluate")]
     assert [set(e.local) for e in events if isinstance(e, RoundDone)] == [{1}, {1}]
+
+
+def test_a_run_is_opened_only_with_the_method_that_it_was_trained_with(train, traced, tmp_path):
+    folder = tmp_path / "run"
+    method = fq.HeteroFL(STEPS, fraction=0.5)
+    train(folder, method=method)
+    other_training = fq.HeteroFL(replace(STEPS, lr=1.0), fraction=1.0)  # does not matter any more
+    assert fq.open_run(folder, traced[0], other_training).customize(0.5)
+    with pytest.raises(CheckpointError, match="trained with HeteroFL, got FedAvg; open it with"):
+        fq.open_run(folder, traced[0], "fedavg")
+    with pytest.raises(CheckpointError, match="with scaler = True, got scaler = False"):
+        fq.open_run(folder, traced[0], replace(method, scaler=False))
+    path = folder / "model" / "bundle.json"
+    earlier = read_document(path, sealed_since=3)
+    del earlier["method_settings"]  # as bundles were before
+    write_document(path, earlier)
+    assert fq.open_run(folder, traced[0], replace(method, scaler=False))
+    with pytest.raises(CheckpointError, match="trained with HeteroFL, got FjORD"):
+        fq.open_run(folder, traced[0], fq.FjORD())
 
 
 def test_a_refused_start_leaves_no_folder_behind(train, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import asdict
 from functools import partial, reduce
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -105,7 +105,7 @@ def cost(
     config, example = _inputs(config, data, shape, classes, tokens)
     net = model_of(config)
     structure = structure_of(config, net, example)
-    rows: list[dict[str, float]] = []
+    rows: list[dict[str, Any]] = []
     if method is not None:
         if width or limits or depth != 1:
             raise ConfigError("a method has its own sizes; leave out --width, --depth and limits")
@@ -152,18 +152,25 @@ def _inputs(
     return fitted(config, sizes, classes or usual.classes, tokens), example
 
 
-def _sizes_of(config: Config, setup: Setup, batch_size: int) -> list[dict[str, float]]:
+def _sizes_of(config: Config, setup: Setup, batch_size: int) -> list[dict[str, Any]]:
     """What each size of a method costs, and its share of the whole model's parameters."""
     method = method_of(config)
     setup = method.prepared(setup)
     price = partial(cost_of, setup.model, setup.structure, batch_size=batch_size)
     whole = price(Subnet(), setup.example).params
-    rows: list[dict[str, float]] = []
+    rows: list[dict[str, Any]] = []
     state = method.start(setup)
     for size in method.sizes(setup):
         parts = [price(subnet, setup.example) for subnet in method.mix(setup, state, size)]
         total = reduce(operator.add, parts)
-        rows.append({"width": size, "share": total.params / whole, **asdict(total)})
+        rows.append(
+            {
+                "width": size,
+                "kind": method.size_kind,
+                "share": total.params / whole,
+                **asdict(total),
+            }
+        )
     if not rows:
         raise ConfigError(
             f"the sizes of {config.method.name} follow the budgets of clients, and there are none "

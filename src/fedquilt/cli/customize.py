@@ -26,6 +26,7 @@ from fedquilt.customize.export import export
 from fedquilt.customize.mixture import Mixture
 from fedquilt.errors import ConfigError
 from fedquilt.evaluation.accuracy import cost_of as price_of
+from fedquilt.methods.method import SIZE_NAMES
 from fedquilt.report import tables
 from fedquilt.runs.configured import opened
 from fedquilt.runs.run import Run
@@ -100,6 +101,7 @@ def _facts(run: Run, small: nn.Module, *, client: int | None, is_family: bool) -
     is_mixed = isinstance(small, Mixture)
     return {
         "width": width,
+        "kind": run.method.size_kind,
         "client": client,
         "robustness": None if is_family else small.fedquilt_robustness,
         "family": _family_facts(small, width) if is_family else None,
@@ -129,7 +131,7 @@ def _needs_batches(model: nn.Module) -> bool:
 def _describe(run: Run, facts: Mapping[str, Any]) -> None:
     size = f"{facts['params']:,} parameters, {tables.prefixed(facts['bytes'], 'B')}"
     is_own = facts["client"] is not None
-    point = f"the net of client {facts['client']}" if is_own else f"width {facts['width']:g}"
+    point = f"the net of client {facts['client']}" if is_own else _size(facts, facts["width"])
     if facts["robustness"] is not None:
         point += f", robustness {facts['robustness']:g}"
     if facts["family"] is not None:
@@ -147,6 +149,15 @@ def _describe(run: Run, facts: Mapping[str, Any]) -> None:
     say(console_for(), *lines)
 
 
+def _size(facts: Mapping[str, Any], size: float) -> str:
+    """A size as its method calls it.
+
+    >>> _size({"kind": "parameters"}, 0.2)
+    'γ 0.2'
+    """
+    return f"{SIZE_NAMES[facts['kind']]} {size:g}"
+
+
 def _meaning_of_rows(family: Mapping[str, Any]) -> str:
     widths = ", ".join(f"{width:g}" for width in family["widths"])
     dial = "; its input 'robustness' is from 0 to 1" if family["has_robustness"] else ""
@@ -159,6 +170,6 @@ def _warning(facts: Mapping[str, Any], trained: Sequence[float]) -> str:
     borrowed = f" and it has the normalisation statistics of width {whose}" if whose else ""
     narrower = max((size for size in trained if size < facts["width"]), default=min(trained))
     return (
-        f"beware: no client trained width {facts['width']:g}{borrowed}; "
+        f"beware: no client trained {_size(facts, facts['width'])}{borrowed}; "
         f"the nearest size that was trained and fits is --width {narrower:g}"
     )

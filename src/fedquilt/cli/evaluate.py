@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedquilt.cli.options import AsJson, RunFolder, RunModel, Trust, Workers, given, widths_in
-from fedquilt.cli.scores import document, rows_of, show_scores
+from fedquilt.cli.scores import document, show_scores
 from fedquilt.errors import ConfigError
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.files import write_document
@@ -91,5 +91,5 @@ def _remember_evaluation(run: Run, scores: Sequence[SizeScore]) -> None:
     """For a report later; a run that cannot be written to is evaluated all the same."""
     assert run.folder is not None
     with suppress(OSError):
-        scored = {"version": 1, **document(run, rows_of(run, scores))}
+        scored = {"version": 1, **document(run, scores)}
         write_document(run.folder / "evaluation.json", scored)

@@ -123,6 +123,8 @@ class _About(BaseModel):
     seed: int
     rounds: PositiveInt
     method: str
+    method_settings: dict[str, str] = {}
+    exceeds_budgets: str | None = None
     sizes: Annotated[list[PositiveFloat], Field(min_length=1)]
     example: Annotated[list[_Input], Field(min_length=1)]
     sha256: dict[str, str] | str

@@ -22,6 +22,7 @@ from fedquilt.training.recipe import Recipe
 from fedquilt.training.statistics import untracked
 
 SizeKind = Literal["width", "parameters", "exits", "bases"]  # what a size is a fraction of
+SIZE_NAMES = {"width": "width", "parameters": "γ", "exits": "depth", "bases": "width"}
 
 
 class Method(Protocol):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -22,13 +23,12 @@ from fedquilt.evaluation.architectures import (
     mean_costs,
 )
 from fedquilt.evaluation.clients import ClientScore
+from fedquilt.evaluation.summary import SCORES, common_score, main_accuracy
 from fedquilt.report.density import counted, smoothed
 from fedquilt.report.records import (
     LocalTest,
     Milestone,
-    accuracy_of,
     bytes_to_reach,
-    global_accuracy,
     in_last_phase,
 )
 from fedquilt.report.tables import percent, prefixed
@@ -103,26 +103,50 @@ class Densities:
 Figure = Lines | Bars | Boxes | Grid | Densities
 
 
-def by_width(runs: Mapping[str, Sequence[SizeScore]]) -> list[Figure]:
-    """Accuracy against width, parameters and MACs (Split-Mix, Table 1)."""
-    against = {"width": "width", "params": "parameters", "macs": "MACs, one example"}
+def by_size(
+    runs: Mapping[str, Sequence[SizeScore]], names: Collection[str] = ("width",)
+) -> list[Figure]:
+    """Accuracy against parameters, MACs and size (Split-Mix, Table 1).
+
+    ``names`` are those of the runs' sizes. Parameters are what all runs can be compared by; against
+    sizes there is a picture only where these mean the same.
+    """
+    against = {"params": "parameters", "macs": "MACs, one example"}
+    if len(names) == 1:
+        against["width"] = next(iter(names))
+    accuracy = _shown_accuracy([score for scores in runs.values() for score in scores])
     return [
         Lines(
             f"Accuracy against {label}",
             label,
-            "accuracy (%)",
-            {name: _points(scores, attribute) for name, scores in runs.items()},
+            accuracy.label,
+            {name: _points(scores, attribute, accuracy) for name, scores in runs.items()},
         )
         for attribute, label in against.items()
     ]
 
 
-def _points(scores: Sequence[SizeScore], attribute: str) -> list[tuple[float, float]]:
+def _points(scores: Sequence[SizeScore], attribute: str, accuracy: _Accuracy) -> Curve:
     return sorted(
-        (float(getattr(score, attribute)), 100 * accuracy)
+        (float(getattr(score, attribute)), 100 * value)
         for score in scores
-        if not score.robustness and (accuracy := accuracy_of(score)) is not None
+        if not score.robustness and (value := accuracy.of(score)) is not None
     )
+
+
+@dataclass(frozen=True)
+class _Accuracy:
+    """The accuracy that a picture shows: one that all of its runs have."""
+
+    label: str
+    of: Callable[[SizeScore], float | None]
+
+
+def _shown_accuracy(scores: Sequence[SizeScore]) -> _Accuracy:
+    name = common_score(scores)
+    if name is None:
+        return _Accuracy("accuracy (%), where it is known", main_accuracy)
+    return _Accuracy(f"{SCORES[name]} (%)", attrgetter(name))
 
 
 def trade_off(runs: Mapping[str, Sequence[SizeScore]]) -> list[Figure]:
@@ -130,7 +154,8 @@ def trade_off(runs: Mapping[str, Sequence[SizeScore]]) -> list[Figure]:
     curves: dict[str, list[tuple[float, float]]] = {}
     for name, scores in runs.items():
         for score in scores:
-            if score.robust_accuracy is not None and (clean := accuracy_of(score)) is not None:
+            clean = score.user_accuracy  # of the clients whose data are attacked
+            if score.robust_accuracy is not None and clean is not None:
                 curves.setdefault(f"{name} x{score.width:g}", []).append(
                     (100 * clean, 100 * score.robust_accuracy)
                 )
@@ -139,7 +164,7 @@ def trade_off(runs: Mapping[str, Sequence[SizeScore]]) -> list[Figure]:
     return [
         Lines(
             "Robust against standard accuracy",
-            "standard accuracy (%)",
+            "user accuracy (%)",
             "robust accuracy (%)",
             curves,
         )
@@ -148,15 +173,16 @@ def trade_off(runs: Mapping[str, Sequence[SizeScore]]) -> list[Figure]:
 
 def by_clock(runs: Mapping[str, Sequence[Milestone]]) -> Figure:
     """Accuracy of the widest net against seconds of training (Split-Mix, Fig. 9)."""
+    accuracy = _shown_accuracy([m.score for progress in runs.values() for m in progress])
     return Lines(
         "Accuracy of the largest net against wall-clock time",
         "seconds",
-        "accuracy (%)",
+        accuracy.label,
         {
             name: [
-                (milestone.seconds, 100 * accuracy)
+                (milestone.seconds, 100 * value)
                 for milestone in progress
-                if (accuracy := accuracy_of(milestone.score)) is not None
+                if (value := accuracy.of(milestone.score)) is not None
             ]
             for name, progress in runs.items()
         },
@@ -168,13 +194,14 @@ def by_round(
     runs: Mapping[str, Sequence[Milestone]], local: Mapping[str, Sequence[LocalTest]]
 ) -> list[Figure]:
     """Accuracy of the widest net, and of clients' own models, against rounds (ADDS, Fig. 4)."""
-    known = {n: [(m.round, global_accuracy(m.score)) for m in ms] for n, ms in runs.items()}
+    accuracy = _shown_accuracy([m.score for progress in runs.values() for m in progress])
+    known = {n: [(m.round, accuracy.of(m.score)) for m in ms] for n, ms in runs.items()}
     shared = {n: [(r, 100 * a) for r, a in pairs if a is not None] for n, pairs in known.items()}
     own = {n: [(test.round, 100 * test.accuracy) for test in tests] for n, tests in local.items()}
     return [
         Lines(f"Accuracy of {whose} against rounds", "round", y, curves, is_linear=True)
         for whose, y, curves in (
-            ("the largest net", "accuracy (%)", shared),
+            ("the largest net", accuracy.label, shared),
             ("clients' own models", "accuracy before merging (%)", own),
         )
         if any(curves.values())
@@ -201,14 +228,15 @@ def by_traffic(runs: Mapping[str, Sequence[Milestone]]) -> list[Figure]:
     """Accuracy of the widest net, and of clients' own, against bytes (APFL, Fig. 4)."""
     most = max((m.bytes for progress in runs.values() for m in progress), default=0)
     unit, factor = next(((u, f) for u, f in (("GB", 1e9), ("MB", 1e6)) if most >= f), ("kB", 1e3))
+    accuracy = _shown_accuracy([m.score for progress in runs.values() for m in progress])
     curves: dict[str, list[tuple[float, float]]] = {}
     for name, progress in runs.items():
         for milestone in progress:
-            shown = {name: accuracy_of(milestone.score)}
+            shown = {name: accuracy.of(milestone.score)}
             shown[f"{name}, own nets"] = milestone.score.personal_accuracy
-            for curve, accuracy in shown.items():
-                if accuracy is not None:
-                    point = (milestone.bytes / factor, 100 * accuracy)
+            for curve, value in shown.items():
+                if value is not None:
+                    point = (milestone.bytes / factor, 100 * value)
                     curves.setdefault(curve, []).append(point)
     if not curves:
         return []
@@ -216,22 +244,22 @@ def by_traffic(runs: Mapping[str, Sequence[Milestone]]) -> list[Figure]:
         Lines(
             "Accuracy of the largest net against communication",
             f"{unit} received and sent by all clients",
-            "accuracy (%)",
+            accuracy.label,
             curves,
             is_linear=True,
-            caption=_reached(runs),
+            caption=_reached(runs, accuracy),
         )
     ]
 
 
-def _reached(runs: Mapping[str, Sequence[Milestone]]) -> str:
+def _reached(runs: Mapping[str, Sequence[Milestone]], accuracy: _Accuracy) -> str:
     """What it took every run to reach what all of them reach.
 
     Earlier phases count with their bytes, not with the accuracy of what they train: another net.
     """
     last = {n: in_last_phase(ms) for n, ms in runs.items() if ms}
-    best = [max(accuracy_of(m.score) or 0.0 for m in ms) for ms in last.values()]
-    spent = {name: bytes_to_reach(ms, min(best)) for name, ms in last.items()}
+    best = [max(accuracy.of(m.score) or 0.0 for m in ms) for ms in last.values()]
+    spent = {name: bytes_to_reach(ms, min(best), accuracy.of) for name, ms in last.items()}
     reached = {name: sent for name, sent in spent.items() if sent is not None}
     if not len(runs) == len(reached) > 1:
         return ""

@@ -22,10 +22,20 @@ from fedquilt.evaluation.architectures import (
     Rate,
 )
 from fedquilt.evaluation.clients import ClientScore
+from fedquilt.evaluation.summary import main_accuracy, summarize
 from fedquilt.evaluation.targets import Reached
+from fedquilt.methods.method import SIZE_NAMES
 from fedquilt.report import figures
-from fedquilt.report.records import LocalTest, Milestone, accuracy_of, global_accuracy
-from fedquilt.report.tables import COLUMNS, by_domain, percent, prefixed
+from fedquilt.report.records import LocalTest, Milestone
+from fedquilt.report.tables import (
+    COLUMNS,
+    MEANINGS,
+    by_domain,
+    head_of,
+    legend,
+    percent,
+    prefixed,
+)
 
 STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:64em;margin:2em auto;padding:0 1em}"
@@ -61,6 +71,9 @@ class Story:
     local_tests: Sequence[LocalTest] = ()  # of clients' own models, round by round
     local: Mapping[int, float] = field(default_factory=dict)  # accuracy of each client's, the last
     targets: Sequence[Reached] = ()  # rounds that it took to reach them
+    size_kind: str = "width"  # what sizes are fractions of
+    accuracy_is: str = MEANINGS["accuracy"]  # the accuracy of what, on which data
+    exceeds_budgets: str | None = None  # a sentence, if clients trained more than they can afford
 
 
 def write(folder: Path, stories: Sequence[Story]) -> Path:
@@ -85,7 +98,8 @@ def write(folder: Path, stories: Sequence[Story]) -> Path:
 
 def _figures(stories: Sequence[Story]) -> list[figures.Figure]:
     scores = {s.name: s.scores for s in stories}
-    found = [*figures.by_width(scores), *figures.trade_off(scores)]
+    kinds = {SIZE_NAMES[s.size_kind] for s in stories}
+    found = [*figures.by_size(scores, kinds), *figures.trade_off(scores)]
     if any(s.progress for s in stories):
         progress = {s.name: s.progress for s in stories}
         found += [figures.by_clock(progress), *figures.by_traffic(progress)]
@@ -130,22 +144,27 @@ def _page(stories: Sequence[Story], pictures: Sequence[tuple[figures.Figure, Pat
 
 
 def _summary(story: Story) -> str:
-    """The worst size and the mean over sizes."""
-    known = [a for s in story.scores if (a := accuracy_of(s)) is not None]
-    if len(known) < 2 or any(score.robustness for score in story.scores):
-        return ""
-    return f"<p>worst {percent(min(known))}, mean {percent(sum(known) / len(known))}</p>"
+    """The worst size and the mean over sizes, and what to know of budgets."""
+    summary, lines = summarize(story.scores), []
+    if summary is not None and len(story.scores) > 1:
+        worst, mean = percent(summary.worst), percent(summary.mean)
+        lines.append(f"worst {worst}, mean {mean}: {summary.name} over sizes")
+    if story.exceeds_budgets is not None:
+        lines.append(story.exceeds_budgets)
+    return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
 def _table(story: Story) -> str:
     rows = [asdict(score) for score in story.scores]
     names = [n for n in COLUMNS if any(row.get(n) is not None for row in rows)]
-    head = [COLUMNS[name][0] for name in names]
-    return _tabled(head, [[COLUMNS[name][1](row[name]) for name in names] for row in rows])
+    head = head_of(names, story.size_kind)
+    table = _tabled(head, [[COLUMNS[name][1](row[name]) for name in names] for row in rows])
+    meanings = legend(names, story.size_kind, story.accuracy_is)
+    return table + "".join(f"<small>{html.escape(line)}</small><br>" for line in meanings)
 
 
 def _domains(story: Story) -> str:
-    head, rows = by_domain([asdict(score) for score in story.scores])
+    head, rows = by_domain([{**asdict(s), "kind": story.size_kind} for s in story.scores])
     return "<p>User accuracy in each domain:</p>" + _tabled(head, rows) if rows else ""
 
 
@@ -154,7 +173,7 @@ def _means(stories: Sequence[Story]) -> str:
     rows = []
     for story in (s for s in stories if s.mean_costs):
         largest = max(story.scores, key=lambda score: score.width, default=None)
-        accuracy = None if largest is None else global_accuracy(largest)
+        accuracy = None if largest is None else main_accuracy(largest)
         costs = [
             f"{prefixed(story.mean_costs[name])} ({percent(story.mean_shares.get(name))})"
             for name in ("params", "macs")

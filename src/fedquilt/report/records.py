@@ -11,6 +11,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from fedquilt.errors import DamageError
 from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.summary import main_accuracy
 from fedquilt.runs.records import METRICS, read_records, read_times
 
 
@@ -136,16 +137,6 @@ def milestones(folder: Path) -> list[Milestone]:
 Dated = TypeVar("Dated", Milestone, LocalTest)
 
 
-def accuracy_of(score: SizeScore) -> float | None:
-    """The accuracy to show: the mean over users where it is known."""
-    return score.accuracy if score.user_accuracy is None else score.user_accuracy
-
-
-def global_accuracy(score: SizeScore) -> float | None:
-    """The accuracy on the server's held-out data; the mean over users where it has none."""
-    return score.user_accuracy if score.accuracy is None else score.accuracy
-
-
 def in_last_phase(progress: Sequence[Dated]) -> list[Dated]:
     """What belongs to the last phase: earlier ones may train other nets than the one in the end."""
     return [event for event in progress if event.phase == progress[-1].phase]
@@ -154,7 +145,7 @@ def in_last_phase(progress: Sequence[Dated]) -> list[Dated]:
 def bytes_to_reach(
     progress: Sequence[Milestone],
     accuracy: float,
-    of: Callable[[SizeScore], float | None] = accuracy_of,
+    of: Callable[[SizeScore], float | None] = main_accuracy,
 ) -> int | None:
     """What had been sent at the first evaluation with at least this accuracy; None: there is none.
 

@@ -23,12 +23,12 @@ from fedquilt.evaluation.architectures import (
 )
 from fedquilt.evaluation.blocks import mean_weights, step_sizes
 from fedquilt.evaluation.clients import label_divergences, trained_shares
+from fedquilt.evaluation.summary import describe_accuracy, main_accuracy
 from fedquilt.evaluation.targets import Reached, against, reached
 from fedquilt.files import read_document
 from fedquilt.report.page import Story
 from fedquilt.report.records import (
     bytes_sent,
-    global_accuracy,
     in_last_phase,
     last_local,
     local_tests,
@@ -61,6 +61,9 @@ def told(
         name,
         about,
         scores,
+        size_kind=run.method.size_kind,
+        accuracy_is=describe_accuracy(run.setup, run.method),
+        exceeds_budgets=run.about.get("exceeds_budgets"),
         clients=clients,
         steps=step_sizes(run.setup, run.method, run.state),
         weights=mean_weights(run.setup, run.method, run.state),
@@ -110,7 +113,7 @@ def compared(stories: Sequence[Story], targets: Sequence[float]) -> list[Story]:
 def _reached(story: Story, targets: Sequence[float]) -> list[Reached]:
     return reached(
         targets,
-        [(m.round, global_accuracy(m.score)) for m in in_last_phase(story.progress)],
+        [(m.round, main_accuracy(m.score)) for m in in_last_phase(story.progress)],
         [(test.round, test.accuracy) for test in in_last_phase(story.local_tests)],
     )
 

@@ -8,6 +8,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from fedquilt.methods.method import SIZE_NAMES
+
 Row = Mapping[str, Any]  # one size, as programs read it
 
 
@@ -48,10 +50,33 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "robust_accuracy": ("robust\naccuracy", percent),
 }
 ABOUT_DIALS = ("robustness", "robust_accuracy")
+SIZES = {  # what the sizes of a method are, by their kind
+    "width": "the fraction of the channels of every layer",
+    "parameters": "the share of the whole model's parameters",
+    "exits": "the share of the model's exits, from its first layers on",
+    "bases": "the share of the base nets whose answers are mixed",
+}
+MEANINGS = {
+    "bytes": "what a client of that size sends in a round",
+    "accuracy": "on the server's held-out data",
+    "local_accuracy": "on clients' own test data, answers only among the classes that each has",
+    "user_accuracy": "on each client's own test data, mean over clients",
+    "personal_accuracy": "of the nets that clients have for themselves, each on its own test data",
+    "robust_accuracy": "under attack, on each client's own test data, mean over clients",
+}
 
 
 def sizes(rows: Sequence[Row]) -> Table:
-    """One line per point, with the columns that have something to say.
+    """One line per point, with the columns that have something to say."""
+    names = shown_columns(rows)
+    kind = rows[0].get("kind", "width") if rows else "width"
+    return _tabled(
+        head_of(names, kind), [[COLUMNS[name][1](row[name]) for name in names] for row in rows]
+    )
+
+
+def shown_columns(rows: Sequence[Row]) -> list[str]:
+    """The columns that have something to say.
 
     Local and user accuracy are left out where they are no other than accuracy; upload and local
     accuracy where robustness is shown, and the latter where clients have nets of their own, so that
@@ -67,9 +92,22 @@ def sizes(rows: Sequence[Row]) -> Table:
         hidden |= {"bytes", "local_accuracy"}
     if "personal_accuracy" in names:
         hidden.add("local_accuracy")
-    names = [name for name in names if name not in hidden]
-    head = [COLUMNS[name][0] for name in names]
-    return _tabled(head, [[COLUMNS[name][1](row[name]) for name in names] for row in rows])
+    return [name for name in names if name not in hidden]
+
+
+def head_of(names: Sequence[str], kind: str = "width") -> list[str]:
+    """The head of a table with these columns, of sizes of that kind."""
+    return [SIZE_NAMES[kind] if name == "width" else COLUMNS[name][0] for name in names]
+
+
+def legend(
+    names: Sequence[str], kind: str = "width", accuracy_is: str = MEANINGS["accuracy"]
+) -> list[str]:
+    """What the columns mean, a line for each that needs one; ``accuracy_is``: of the first."""
+    meanings = {"width": SIZES[kind], **MEANINGS, "accuracy": accuracy_is}
+    heads = zip(names, head_of(names, kind), strict=True)
+    told = {head.replace("\n", " "): meanings.get(name) for name, head in heads}
+    return [f"{head}: {meaning}" for head, meaning in told.items() if meaning]
 
 
 def domains(rows: Sequence[Row]) -> Table:
@@ -85,7 +123,8 @@ def by_domain(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     shown = [row for row in rows if row.get("group_accuracy")]
     shown = [row for row in shown if row.get("robustness") == shown[0].get("robustness")]
     names = dict.fromkeys(name for row in shown for name in row["group_accuracy"])
-    head = ["width", *(f"{row['width']:g}" for row in shown)]
+    kind = shown[0].get("kind", "width") if shown else "width"
+    head = [SIZE_NAMES[kind], *(f"{row['width']:g}" for row in shown)]
     return head, [[n, *(percent(row["group_accuracy"].get(n)) for row in shown)] for n in names]
 
 

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from fedquilt.evaluation.clients import ClientScore, client_scores
 from fedquilt.federation.client import Client
 from fedquilt.federation.state import Setup, State
 from fedquilt.files import locked, read_sealed, remove_parts, sync, write_sealed
-from fedquilt.methods.method import Method, shares_weights
+from fedquilt.methods.method import SIZE_NAMES, Method, shares_weights
 from fedquilt.models import made_by
 from fedquilt.report.records import final_scores
 from fedquilt.runs.checkpoint import saved
@@ -61,6 +61,7 @@ from fedquilt.training.statistics import untracked
 
 CLIENTS_FILE = "clients.json"  # who takes part, where clients are nodes
 FIRST_FILES = ("config.toml", "lock", CLIENTS_FILE)  # that there may be before there is a run
+TRAINING = ("optimiser", "fraction")  # settings of methods that a finished model does not need
 MakeEngine = Callable[[Setup, Population, Path | None], Engine]
 
 
@@ -82,7 +83,8 @@ class Run:
         method, rounds = type(self.method).__name__, self.setup.rounds
         count = f"{rounds} round{'s' * (rounds > 1)}"
         head = f"Run of {method}, {count}, seed {self.seed}{where}"
-        return "\n".join([head, *(f"  {_line(score)}" for score in self.scores)])
+        size = SIZE_NAMES[self.method.size_kind]
+        return "\n".join([head, *(f"  {size} {_line(score)}" for score in self.scores)])
 
     @property
     def seed(self) -> int:
@@ -284,7 +286,7 @@ class Run:
 
 
 def _line(score: SizeScore) -> str:
-    """A score in a few words, with the first of its accuracies that is known."""
+    """A score behind the name of its size, with the first of its accuracies that is known."""
     dial = "" if score.robustness is None else f", robustness {score.robustness:g}"
     found = ""
     for name in ("accuracy", "user_accuracy", "local_accuracy", "personal_accuracy"):
@@ -292,7 +294,7 @@ def _line(score: SizeScore) -> str:
         if value is not None:
             found = f", {name.replace('_', ' ')} {value:.1%}"
             break
-    return f"width {score.width:g}{dial}: {score.params:,} parameters{found}"
+    return f"{score.width:g}{dial}: {score.params:,} parameters{found}"
 
 
 def _budget(width: float, limits: Mapping[str, int]) -> Budget:
@@ -497,7 +499,9 @@ def _description(setup: Setup, method: Method) -> dict[str, Any]:
         "seed": setup.seed,
         "rounds": setup.rounds,
         "method": repr(method),
+        "method_settings": _settings(method),
         "sizes": list(method.sizes(setup)),
+        "exceeds_budgets": method.exceeds_budgets(setup),
         "example": [
             {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
             for x in arguments(setup.example)
@@ -530,6 +534,7 @@ def open_run(
     """
     folder, method = Path(folder), find_method(method)
     found = bundle.load(folder / "model")
+    _refuse_other_method(folder, found.about, method)
     example = tuple(
         torch.zeros(x["shape"], dtype=getattr(torch, x["dtype"])) for x in found.about["example"]
     )
@@ -565,6 +570,29 @@ def _chosen(about: Mapping[str, Any], folder: Path) -> dict[int, Subnet]:
         raise DamageError(
             f"{folder} is damaged: 'chosen' holds other things than nets"
         ) from problem
+
+
+def _settings(method: Method) -> dict[str, str]:
+    """What a finished model depends on: the class of its method, and settings but for training."""
+    names: list[str] = [f.name for f in fields(method)] if is_dataclass(method) else []
+    chosen = {name: repr(getattr(method, name)) for name in names if name not in TRAINING}
+    return {"class": type(method).__name__, **chosen}
+
+
+def _refuse_other_method(folder: Path, about: Mapping[str, Any], method: Method) -> None:
+    """Refuses a method that would make another model of the same tensors.
+
+    Of runs of earlier versions no more than the class is known.
+    """
+    given = _settings(method)
+    trained = about.get("method_settings") or {"class": about["method"].partition("(")[0]}
+    for name in ("class", *trained):
+        if given.get(name, trained[name]) != trained[name]:
+            what = "" if name == "class" else f"{name} = "
+            raise CheckpointError(
+                f"{folder} was trained with {what}{trained[name]}, got {what}{given[name]}; open "
+                "it with the method that it was trained with"
+            )
 
 
 def _of_another_model(folder: Path) -> CheckpointError:
