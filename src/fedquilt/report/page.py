@@ -40,7 +40,7 @@ from fedquilt.report.tables import (
 STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:64em;margin:2em auto;padding:0 1em}"
     "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right}"
-    "tr+tr{border-top:1px solid #ddd}img{max-width:100%}"
+    "tr+tr{border-top:1px solid #ddd}table+p,p+p{margin:0}img{max-width:100%}"
 )
 LONGEST_SLUG = 80  # of a picture's file name; a run's name may be as long as a file name can be
 WAYS = ("up", "down")
@@ -160,7 +160,7 @@ def _table(story: Story) -> str:
     head = head_of(names, story.size_kind)
     table = _tabled(head, [[COLUMNS[name][1](row[name]) for name in names] for row in rows])
     meanings = legend(names, story.size_kind, story.accuracy_is)
-    return table + "".join(f"<small>{html.escape(line)}</small><br>" for line in meanings)
+    return table + "".join(f"<p>{html.escape(line)}</p>" for line in meanings)
 
 
 def _domains(story: Story) -> str:
