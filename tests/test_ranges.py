@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import fedquilt as fq
 from fedquilt.config import checked
@@ -105,3 +106,34 @@ def test_a_width_is_a_number(width):
 def test_a_limit_is_a_number_above_0(limit):
     with pytest.raises(BudgetError, match="limit on params is a number above 0, got "):
         fq.Budget(params=limit)
+
+
+ARGUMENTS = {
+    "count": ("2", 2.5),
+    "least": (0, 1.5, None),
+    "seed": (-1, "a", 1.5),
+    "validation": ("0.1", 1, None),
+    "test_share": (-0.1, "0"),
+    "unseen": (1, "x"),
+    "budgets": (["a"], [0], [], 1.5),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in ARGUMENTS.items() for v in vs])
+def test_clients_are_made_of_numbers_in_their_ranges(name, value):
+    pair = torch.zeros(8, 2), torch.arange(8) % 2
+    with pytest.raises(fq.FedquiltError, match=r"got|empty") as refusal:
+        fq.clients(pair, **{"count": 2, name: value})
+    assert "\n" not in str(refusal.value)
+
+
+def test_one_budget_is_everybodys():
+    pair = torch.zeros(8, 2), torch.arange(8) % 2
+    for budget in (0.5, {"width": 0.5}, fq.Budget(0.5)):
+        assert {c.budget.width for c in fq.clients(pair, count=2, budgets=budget).clients} == {0.5}
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, "1", None])
+def test_a_pace_counts_rounds(every):
+    with pytest.raises(ConfigError, match="setting 'evaluate_every' of Pace"):
+        fq.Pace(evaluate_every=every)

@@ -17,6 +17,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
+Number = Annotated[int, Field(ge=0)]
 
 
 def check_fields(settings: object) -> None:
@@ -31,13 +32,26 @@ def check_fields(settings: object) -> None:
         if isinstance(value, list):
             value = tuple(value)
             object.__setattr__(settings, name, value)  # the dataclass is frozen
-        try:
-            adapter.validate_python(value, strict=True)
-        except ValidationError as problem:
-            rule = problem.errors()[0]["msg"]
-            raise ConfigError(
-                f"setting '{name}' of {kind.__name__}: {rule[0].lower()}{rule[1:]}, got {value!r}"
-            ) from None
+        _check(adapter, value, f"setting '{name}' of {kind.__name__}")
+
+
+def check_value(name: str, value: object, kind: Any) -> None:
+    """Refuses an argument that is not of its kind, such as ``Count``.
+
+    >>> check_value("rounds", 2.5, Count)
+    Traceback (most recent call last):
+    ...
+    fedquilt.errors.ConfigError: rounds: input should be a valid integer, got 2.5
+    """
+    _check(TypeAdapter(kind), value, name)
+
+
+def _check(adapter: TypeAdapter[Any], value: object, name: str) -> None:
+    try:
+        adapter.validate_python(value, strict=True)
+    except ValidationError as problem:
+        rule = problem.errors()[0]["msg"]
+        raise ConfigError(f"{name}: {rule[0].lower()}{rule[1:]}, got {value!r}") from None
 
 
 @cache

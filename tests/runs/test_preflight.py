@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fedquilt as fq
-from fedquilt.errors import ConfigError, DataError
+from fedquilt.errors import BudgetError, ConfigError, DataError
 from fedquilt.models import MODELS
 from fedquilt.runs.preflight import find_method
 from fedquilt.training.initial import find_given_value
@@ -112,10 +112,33 @@ def test_one_hot_items_of_a_dataset_are_told_what_to_become():
     assert len(fq.clients(TensorDataset(torch.zeros(24, 5), LABELS), count=2).clients) == 2
 
 
-@pytest.mark.parametrize("rounds", [0, -1, 1.5, "3", None])
+@pytest.mark.parametrize("rounds", [0, -1, 1.5, "3", True, None])
 def test_rounds_are_counted(rounds, start):
-    with pytest.raises(ConfigError, match="at least one round, got "):
+    with pytest.raises(ConfigError, match=r"rounds: input should be .*, got "):
         start(rounds=rounds)
+
+
+@pytest.mark.parametrize("name", ["seed", "workers"])
+@pytest.mark.parametrize("value", [-1, 1.5, "3", True])
+def test_the_seed_and_the_workers_are_numbers(name, value):
+    with pytest.raises(ConfigError, match=f"{name}: input should be .*, got "):
+        fq.train(net(), torch.zeros(1, 5), "fedavg", clients(), 1, **{name: value})
+
+
+def test_a_model_is_a_module(start):
+    with pytest.raises(ConfigError, match=r"an nn\.Module, got function"):
+        start(lambda x: x)
+
+
+def test_an_evaluation_is_asked_for_in_numbers_and_clients(start):
+    run = start(people=clients(test=(torch.randn(4, 5), LABELS[:4])))
+    for widths in ("0.5", (2,), (None,)):
+        with pytest.raises(BudgetError, match=r"fractions in \(0, 1\], got "):
+            run.evaluate(widths=widths)
+    with pytest.raises(ConfigError, match=r"made with fq\.clients.*, got tuple"):
+        run.evaluate((torch.randn(4, 5), LABELS[:4]))
+    with pytest.raises(BudgetError, match=r"fractions in \(0, 1\], got '0.5'"):
+        run.customize(width="0.5")
 
 
 def test_clients_are_made_with_clients(start):

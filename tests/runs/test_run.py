@@ -142,12 +142,6 @@ def test_a_full_disk_at_the_start_is_said_in_one_sentence(train, tmp_path, monke
         train(tmp_path / "run")
 
 
-@pytest.mark.parametrize("rounds", [0, -1])
-def test_a_run_has_rounds(train, rounds):
-    with pytest.raises(ConfigError, match="at least one round"):
-        train(rounds=rounds)
-
-
 def test_the_model_given_is_left_as_it_is(train, traced):
     before = {n: t.clone() for n, t in traced[0].state_dict().items()}
     run = train(rounds=1)

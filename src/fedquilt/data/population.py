@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from fedquilt.data.windows import Windows
 from fedquilt.errors import DataError
 from fedquilt.federation.client import SERVER, Client
 from fedquilt.federation.mix import Mix, deal
+from fedquilt.ranges import Count, Number, check_value
 
 Groups = tuple[Sequence[int] | Numbers | None, Sequence[int] | Numbers | None]
 
@@ -95,8 +97,11 @@ def clients(
     the last in their order, that it does not train on either.
     """
     for name, share in (("validation", validation), ("test_share", test_share), ("unseen", unseen)):
-        if not 0 <= share < 1:
-            raise DataError(f"{name} is a share in [0, 1), got {share}; write 0.1 for a tenth")
+        if not (isinstance(share, Real) and 0 <= share < 1):
+            raise DataError(f"{name} is a share in [0, 1), got {share!r}; write 0.1 for a tenth")
+    check_value("count", count, int | None)
+    check_value("least", least, Count)
+    check_value("seed", seed, Number)
     if _is_per_client(train):
         own = [_examples(number, data) for number, data in enumerate(train)]
         tests = [as_examples(d) for d in test] if _is_per_client(test) else []

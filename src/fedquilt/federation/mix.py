@@ -22,7 +22,8 @@ TIERS = (  # APFL's high, medium and low budget (Table 2)
 CAPACITIES = {"high-capacity": (5, 3, 2), "low-capacity": (2, 3, 5)}  # parts of its tiers
 
 Share = tuple[Budget, int]  # a budget, and its part of the clients
-Mix = str | Sequence[float | Budget | Mapping[str, float]]
+Limits = float | Budget | Mapping[str, float]
+Mix = str | Limits | Sequence[Limits]
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def parse(mix: Mix) -> Shares | Steps | LogNormal:
     (``1,0.5,0.25``), HeteroFL's levels with proportions (``a1-e9``), Split-Mix's divisors joined
     by hyphens (``8-4-2-1`` are 1/8, 1/4, 1/2 and 1, and ``8d3`` is 3/8), its log-normal widths
     (``ln0.5_0.4``: spread and median), or APFL's ``high-capacity`` and ``low-capacity``. One number
-    alone is a width.
+    alone is a width, and one budget alone is everybody's.
 
     >>> parse("8-4-8d3-2")
     Steps(widths=(0.125, 0.25, 0.375, 0.5))
@@ -122,6 +123,8 @@ def parse(mix: Mix) -> Shares | Steps | LogNormal:
     >>> [(budget.macs, part) for budget, part in parse("low-capacity").shares]
     [(88000000, 2), (59000000, 3), (28000000, 5)]
     """
+    if isinstance(mix, (int, float, Mapping, Budget)):  # one for all
+        mix = (mix,)
     if not isinstance(mix, str):
         shares = tuple(_share(item) for item in mix)
         if not shares:

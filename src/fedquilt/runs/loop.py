@@ -20,6 +20,7 @@ from fedquilt.federation.boundary import EXAMPLES, LOSS, MOST_LOSS, admit
 from fedquilt.federation.client import Failure, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State, sample
 from fedquilt.methods.method import Method
+from fedquilt.ranges import Count, NotNegative, Number, check_fields
 from fedquilt.runs import checkpoint
 from fedquilt.runs.checkpoint import Checkpoint
 from fedquilt.runs.origin import Origin, change, origin
@@ -155,9 +156,13 @@ class Pace:
     With ``test_locally`` clients test their own models in every round, before they are merged.
     """
 
-    evaluate_every: int = 0
-    checkpoint_every: int = 10
+    evaluate_every: Number = 0
+    checkpoint_every: Number = 10
     test_locally: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses what counts no rounds."""
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -171,9 +176,13 @@ class Tolerance:
     are needed.
     """
 
-    quorum: int | None = None
-    tries: int = 1
-    spare: float = 0.0
+    quorum: Count | None = None
+    tries: Count = 1
+    spare: NotNegative = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuses what makes no sense."""
+        check_fields(self)
 
     def least(self, num_clients: int) -> int:
         """The answers without which a round of so many clients does not count.

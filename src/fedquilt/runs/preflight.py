@@ -14,6 +14,8 @@ from fedquilt.data.population import Population
 from fedquilt.errors import ConfigError, DataError, unknown
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
+from fedquilt.ranges import Count, check_value
+from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.trace import Example, arguments
 from fedquilt.training.initial import find_given_value
 
@@ -41,12 +43,11 @@ def check_start(model: nn.Module, example: Example, population: Population, roun
 
     Where the data are on other machines the model is run on the example.
     """
-    if not isinstance(rounds, int) or rounds < 1:
-        raise ConfigError(f"a run has at least one round, got {rounds!r}")
-    if not isinstance(population, Population):
-        raise ConfigError(
-            f"clients are made with fq.clients(data, ...), got {type(population).__name__}"
-        )
+    check_value("rounds", rounds, Count)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a model is an nn.Module, got {type(model).__name__}")
+    check_clients(population)
+    detach_computed(model)
     _check_trainable(model)
     inputs, labels = _first_batch(population)
     if inputs is not None:
@@ -55,6 +56,14 @@ def check_start(model: nn.Module, example: Example, population: Population, roun
     if labels is not None:
         _check_labels_fit(logits, labels)
     _check_classes(logits, population)
+
+
+def check_clients(population: Population) -> None:
+    """Refuses what is no population."""
+    if not isinstance(population, Population):
+        raise ConfigError(
+            f"clients are made with fq.clients(data, ...), got {type(population).__name__}"
+        )
 
 
 def _check_trainable(model: nn.Module) -> None:

@@ -39,12 +39,12 @@ from fedquilt.federation.state import Setup, State
 from fedquilt.files import locked, read_sealed, remove_parts, sync, write_sealed
 from fedquilt.methods.method import SIZE_NAMES, Method, shares_weights
 from fedquilt.models import made_by
+from fedquilt.ranges import Number, check_value
 from fedquilt.report.records import final_scores
 from fedquilt.runs.checkpoint import saved
 from fedquilt.runs.loop import Loop, Pace, Tolerance, Watch, ignore, num_rounds
-from fedquilt.runs.preflight import check_start, find_method, warn_of_lost_values
+from fedquilt.runs.preflight import check_clients, check_start, find_method, warn_of_lost_values
 from fedquilt.structure.budget import Budget, fit
-from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.cut import build, load, source_name
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
@@ -214,6 +214,8 @@ class Run:
         people = population or self.population
         if people is None:
             raise ConfigError("this run was opened without its data; give evaluate(population)")
+        check_clients(people)
+        widths = None if widths is None else tuple(Budget(width).width for width in widths)
         if attack is not None and not people.testers:
             raise ConfigError(
                 "an attack is on the test data of clients, and these have none; divide the test "
@@ -337,8 +339,8 @@ def train(
     core by default; 0 means this process. ``exclude``, ``blocks`` and ``keep_numbers`` are what
     ``Structure.trace`` takes. The model given is left as it is.
     """
-    detach_computed(model)
     method = find_method(method)
+    check_value("seed", seed, Number)
     check_start(model, example, clients, rounds)
     if not resume:
         warn_of_lost_values(model, method)
@@ -392,8 +394,7 @@ def train(
 
 def local_engine(workers: int | None, timeouts: Timeouts | None = None) -> MakeEngine:
     """The engine of this machine, with one worker a core unless told otherwise."""
-    if workers is not None and workers < 0:
-        raise ConfigError(f"workers are 0 (this process) or more, got {workers}")
+    check_value("workers", workers, Number | None)
     count = (
         len(os.sched_getaffinity(0))
         if workers is None and hasattr(os, "sched_getaffinity")
