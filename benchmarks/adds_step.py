@@ -31,7 +31,7 @@ from fedquilt.training.descent import Optimiser
 from fedquilt.training.gating import gateable
 from fedquilt.training.recipe import Recipe, Workbench
 from fedquilt.training.sgd import SGD
-from fedquilt.training.statistics import untracked
+from fedquilt.training.tracking import untracked
 
 BATCH = 10
 LSTM_LENGTH = 80

@@ -22,7 +22,7 @@ from fedquilt.models import make
 from fedquilt.structure.layout import lay_out
 from fedquilt.training.descent import Optimiser, learner
 from fedquilt.training.objectives import Plain
-from fedquilt.training.statistics import untracked
+from fedquilt.training.tracking import untracked
 
 Step = Callable[[Tensor, Tensor], object]
 NUM_BASES = 8

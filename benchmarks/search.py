@@ -32,7 +32,7 @@ from fedquilt.training.descent import Optimiser
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.sandwich import Sandwich
 from fedquilt.training.search import Limits, Search, shrunk
-from fedquilt.training.statistics import untracked
+from fedquilt.training.tracking import untracked
 
 BATCH = 128
 

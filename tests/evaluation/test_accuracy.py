@@ -20,6 +20,7 @@ from fedquilt.structure.cut import build
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training.attack import PGD
+from fedquilt.training.scaler import scaled
 
 LABELS = ((0, 1), (2,), (0, 1, 2))
 
@@ -58,7 +59,7 @@ def state_of(setup: Setup) -> State:
 
 def logits(setup, width, examples):
     small = build(setup.model, setup.structure, setup.structure.subnet(width)).eval()
-    with torch.no_grad():
+    with torch.no_grad(), scaled(small, setup.structure):  # as HeteroFL trains it
         return small(examples.inputs)
 
 

@@ -195,7 +195,7 @@ class Case:
 
     def told(self, state: State, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What is merged for these tensors of a client: themselves, or how they have changed."""
-        if not self.merges_changes:
+        if not self.merges_changes or state.phase != "train":
             return tensors
         return {
             name: tensor - state.params[name] if tensor.is_floating_point() else tensor

@@ -11,8 +11,10 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
+from fedquilt.federation.client import PERSONAL
 from fedquilt.federation.state import Setup
 from fedquilt.runs.loop import num_bytes
+from fedquilt.structure.groups import TRACKED
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def test_the_whole_net_goes_down_and_only_the_chosen_part_comes_back(
     method = replace(method, importance=importance)
     world = world.prepared(method)
     tasks = method.plan(world.setup, world.start(method), world.setup.clients)
-    whole = num_bytes(world.setup, fq.Subnet())
+    whole = num_bytes(world.setup, fq.Subnet().leaving(TRACKED))
     for task, update in zip(tasks, world.done(tasks), strict=True):
         down, up = traffic(world, task, update)
         assert down == whole
@@ -49,9 +51,10 @@ def test_cells_are_averaged_over_those_that_sent_them_each_counting_once(world, 
         counts[rows] += 1
     expected = torch.where(counts > 0, sums / counts.clamp(min=1), old)
     torch.testing.assert_close(after.params[name], expected)
-    assert {c: s for c, s in after.chosen.items()} == {
+    assert {c: s.shape for c, s in after.chosen.items()} == {
         u.client: u.subnets[0].shape for u in updates
     }
+    assert {(s.owner, s.own) for s in after.chosen.values()} == {(PERSONAL, (TRACKED,))}
 
 
 def test_the_choices_of_clients_that_were_not_asked_stay(world, method):

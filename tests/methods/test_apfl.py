@@ -12,7 +12,7 @@ from fedquilt.engines.local import LocalEngine
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.evaluation.accuracy import evaluate
 from fedquilt.evaluation.clients import history
-from fedquilt.federation.client import Failure
+from fedquilt.federation.client import SERVER, Failure
 from fedquilt.federation.state import sample
 from fedquilt.methods.apfl import HOME, mine
 from fedquilt.runs.loop import Loop, Pace
@@ -46,11 +46,11 @@ def searched(world, method):
 
 def test_phases_are_warm_up_search_training_and_the_rounds_are_those_of_training(world, method):
     setup = replace(world.setup, rounds=20)
-    warm, search, train = replace(method, warm_up=0.3, fraction=0.5).phases(setup)
+    warm, search, train, query = replace(method, warm_up=0.3, fraction=0.5).phases(setup)
     assert (warm.name, warm.rounds, warm.fraction) == ("warm-up", 6, 0.5)
     assert (search.name, search.rounds, search.fraction) == ("search", 1, 1.0)
     assert (train.name, train.rounds, train.fraction) == ("train", 20, 0.5)
-    assert not any(phase.is_closing for phase in (warm, search, train))
+    assert [phase.is_closing for phase in (warm, search, train, query)] == [False] * 3 + [True]
 
 
 def test_clients_that_can_afford_the_whole_net_warm_it_up(world, method):
@@ -320,11 +320,19 @@ def test_glo_is_the_global_net_with_statistics_of_the_clients_training_data(trai
         right, count = right + expected[-1] * len(data), count + len(data)
     (score,) = trained.scores
     assert score.user_accuracy == pytest.approx(sum(expected) / 4)
-    assert score.accuracy == pytest.approx(right / count)
-    assert score.num_examples == count
+    held_out = world.people.test[SERVER]
+    assert score.accuracy == pytest.approx(share(trained.customize(), held_out))
+    assert score.num_examples == len(held_out)
+    silent = replace(trained.method, query_statistics=False)  # then there is no global model
+    with world.engine() as engine:
+        (by_clients,) = evaluate(
+            setup, silent, trained.state, engine, held_out=True, testers=world.people.testers
+        )
+    assert by_clients.accuracy == pytest.approx(right / count)
+    assert by_clients.num_examples == count
 
 
-def test_a_clients_net_can_be_taken_and_the_global_one_normalises_every_batch(trained, world):
+def test_a_clients_net_can_be_taken_and_the_global_one_has_the_mean_of_statistics(trained, world):
     x, _ = world.people.test[1].batch(torch.arange(5))
     with torch.no_grad():
         for client in range(4):
@@ -333,9 +341,16 @@ def test_a_clients_net_can_be_taken_and_the_global_one_normalises_every_batch(tr
         reopened = fq.open_run(trained.folder, trained.setup.model, trained.method)
         torch.testing.assert_close(reopened.customize(client=1)(x), own_net(trained, 1)(x))
         small = trained.customize(width=0.5)
-        assert small.features[1].running_mean is None
         assert small.features[0].out_channels == 4
-        assert not torch.allclose(small(x)[:2], small(x[:2]))  # another batch
+        torch.testing.assert_close(small(x)[:1], small(x[:1]))
+        name, layer = "features.1.running_mean", trained.customize().features[1]
+        kept = [n for n in trained.state.params if n.startswith(name)]
+        assert kept == [name]  # those of clients are not on the server
+        assert not layer.running_mean.equal(trained.setup.model.features[1].running_mean)
+        silent = replace(trained, method=replace(trained.method, query_statistics=False))
+        with pytest.warns(UserWarning, match="every batch by itself"):
+            bare = silent.customize(width=0.5)
+        assert bare.features[1].running_mean is None
     with pytest.raises(
         ConfigError, match=r"client 7 has no net of its own; those are \[0, 1, 2, 3"
     ):
@@ -399,8 +414,12 @@ def test_evaluation_without_test_data_of_clients_asks_everyone_about_the_servers
     setup, state = world.setup, searched(world, method)
     with world.engine() as engine:
         (score,) = evaluate(setup, method, state, engine, held_out=True, testers=())
-    assert score.num_examples == 4 * 12
+    assert score.num_examples == 12  # by the server's own statistics
     assert score.personal_accuracy is None
+    silent = replace(method, query_statistics=False)
+    with world.engine() as engine:
+        (score,) = evaluate(setup, silent, state, engine, held_out=True, testers=())
+    assert score.num_examples == 4 * 12
 
 
 def test_layers_get_as_narrow_as_the_narrowest_budget_needs(world, method):

@@ -57,12 +57,20 @@ def test_what_travels_is_the_shared_part_of_the_net(world, optimiser, traffic, m
         assert traffic(world, task, update) == (4 * numbers + counters,) * 2
 
 
-def test_fedavg_without_running_statistics_has_none(world, optimiser):
+def test_fedavg_on_batch_statistics_neither_sends_nor_gets_any_but_at_the_end(world, optimiser):
     method = fq.FedAvg(optimiser, statistics="batch")
     here = world.prepared(method)
-    state = here.round(method, here.start(method))
-    assert not any("running" in n or "tracked" in n for n in state.params)
-    assert "features.1.running_mean" in world.start(fq.FedAvg()).params
+    first = here.start(method)
+    tasks = method.plan(here.setup, first, here.setup.clients)
+    parts = [part for update in here.done(tasks) for part in update.params]
+    assert not any("running" in n or "tracked" in n for part in parts for n in part)
+    state = here.round(method, first)
+    statistics = here.setup.structure.statistics
+    assert all(state.params[n].equal(first.params[n]) for n in statistics)
+    assert [phase.name for phase in method.phases(here.setup)] == ["train", "statistics"]
+    after = here.round(method, replace(state, phase="statistics"))
+    assert {n for n, t in after.params.items() if not t.equal(state.params[n])} == statistics
+    assert [phase.name for phase in fq.FedAvg().phases(here.setup)] == ["train"]
     with pytest.raises(ConfigError, match="'tracked' or 'batch', got 'post'"):
         fq.FedAvg(statistics="post")
 

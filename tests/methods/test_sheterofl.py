@@ -16,7 +16,7 @@ from fedquilt.federation.client import Client, Update
 from fedquilt.federation.state import Setup
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cut import build, take
-from fedquilt.structure.groups import NORMS
+from fedquilt.structure.groups import NORMS, TRACKED
 from fedquilt.training.slimmable import Slimmable
 
 EXAMPLES = (30, 10, 25, 4)
@@ -49,7 +49,8 @@ def test_a_client_trains_every_width_that_it_can_afford(world, optimiser):
         assert task.recipe.weight == client.num_examples
         assert (task.recipe.labels, task.recipe.masked) == (client.labels, True)
         names = [world.setup.structure.names(s) for s in task.subnets]
-        assert set(names[0]) == set(world.setup.structure.shapes)
+        tracked = world.setup.structure.matching((TRACKED,))
+        assert set(names[0]) == set(world.setup.structure.shapes) - tracked
         assert not any(names[1:])  # it is all part of the widest
 
 
@@ -82,7 +83,8 @@ def test_a_cell_is_averaged_over_its_holders_by_their_data(world, optimiser, sta
     world = uneven(world).prepared(method)
     state = world.start(method)
     updates = world.done(method.plan(world.setup, state, world.setup.clients))
-    norms = world.setup.structure.matching((NORMS,)) if statistics == "tracked" else set()
+    unsent = NORMS if statistics == "tracked" else TRACKED  # or sent as a width's own
+    norms = world.setup.structure.matching((unsent,))
     sums: dict[str, np.ndarray] = {}
     weights: dict[str, np.ndarray] = {}
     for client, update in zip(world.setup.clients, updates, strict=True):
@@ -125,17 +127,22 @@ def test_every_width_has_normalisation_of_its_own_if_statistics_are_tracked(worl
     assert after["features.4.weight@0.5"][2:].equal(state.params["features.4.weight"][2:])
 
 
-def test_widths_share_normalisation_if_every_batch_is_normalised_by_itself(world, optimiser):
+def test_widths_share_normalisation_but_for_statistics_if_these_are_not_tracked(world, optimiser):
     method = fq.SHeteroFL(optimiser)
     world = world.prepared(method)
     state = world.round(method, world.start(method))
-    assert not any("@" in n or "running" in n or "tracked" in n for n in state.params)
+    assert not any("@" in n for n in state.params)
+    state = world.round(method, replace(state, phase="statistics"))
+    owned = {n for n in state.params if "@" in n}
+    names = world.setup.structure.statistics
+    assert owned == {f"{n}@{w:g}" for n in names for w in (1.0, 0.5, 0.25)}
     for width in (1.0, 0.5, 0.25):
         (subnet,) = method.mix(world.setup, state, width)
         small = build(world.setup.model, world.setup.structure, subnet, state.params)
         expected = state.params["features.1.weight"][: kept(width)[0]]
         assert small.features[1].weight.equal(expected)
-        assert not small.features[1].track_running_stats
+        own = state.params[f"features.1.running_mean@{width:g}"][: kept(width)[0]]
+        assert small.features[1].running_mean.equal(own)
 
 
 def test_a_customized_model_has_the_normalisation_of_its_width(world, optimiser):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.customize.mixture import Mixture
+from fedquilt.data.examples import as_examples
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.evaluation.accuracy import evaluate
 from fedquilt.federation.client import SERVER, Client, Update, seed_of
@@ -30,6 +32,7 @@ from fedquilt.structure.cost import cost
 from fedquilt.structure.cut import build, load
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.objectives import Adversarial, Plain
+from fedquilt.training.scaler import scaled
 from fedquilt.training.sgd import batches
 from fedquilt.training.statistics import Statistics
 
@@ -361,7 +364,8 @@ def trained(world, optimiser):
 def answers(run, number: int, x: Tensor) -> Tensor:
     """What one base says, built by hand."""
     net = build(run.setup.model, run.setup.structure, Subnet(), own(run.state.params, number))
-    with torch.no_grad():
+    is_scaled = run.method.scales_outputs
+    with torch.no_grad(), scaled(net, run.setup.structure) if is_scaled else nullcontext():
         return net.eval()(x)
 
 
@@ -458,7 +462,7 @@ def test_sorting_adds_up_the_hits_of_all_clients(world):
 def test_sorting_is_a_closing_phase_on_what_clients_hold_back(world, optimiser):
     method = fq.SplitMix(optimiser, base=0.25, sort=True, together=False)
     world = world.prepared(method)
-    train, closing = method.phases(world.setup)
+    train, _, closing = method.phases(world.setup)
     assert (train.name, train.is_closing) == ("train", False)
     assert (closing.name, closing.rounds, closing.fraction) == ("sort", 1, 1.0)
     assert closing.is_closing
@@ -480,14 +484,30 @@ def test_bases_whose_statistics_stay_at_home_cannot_be_renamed():
 
 def test_defaults_are_what_table_4_advises():
     plain = fq.SplitMix()
-    assert (plain.kind, plain.rescale_init, plain.is_scaled) == ("batch", True, False)
-    assert fq.SplitMix(statistics="post").is_scaled
+    assert (plain.kind, plain.rescale_init, plain.scales_outputs) == ("batch", True, False)
+    assert fq.SplitMix(statistics="post").scales_outputs
     for kind in ("tracked", "local"):
-        assert not fq.SplitMix(statistics=kind).is_scaled
+        assert not fq.SplitMix(statistics=kind).scales_outputs
     assert fq.SplitMix(robust=True).kind == "tracked"
-    assert fq.SplitMix(robust=True, statistics="batch").kind == "batch"
     assert fq.SplitMix().base == 0.125
     assert fq.SplitMix().share == 0.5
+
+
+@pytest.mark.parametrize("kind", ["batch", "local"])
+def test_the_query_of_a_robust_model_finds_statistics_of_attacked_inputs_too(
+    world, optimiser, kind
+):
+    method = fq.SplitMix(
+        optimiser, base=0.25, robust=True, statistics=kind, epsilon=2.0, steps=2, together=False
+    )
+    pixels = {c: as_examples((d.inputs.sigmoid(), d.labels)) for c, d in world.people.train.items()}
+    here = type(world)(world.setup, replace(world.people, train=pixels)).prepared(method)
+    state = replace(here.start(method), phase="statistics")
+    params = here.round(method, state).params
+    clean, noise = (params[f"features.1.{half}.running_mean@0"] for half in ("clean", "noise"))
+    first = state.params["features.1.noise.running_mean@0"]
+    assert not torch.allclose(noise, clean)
+    assert not torch.allclose(noise, first)
 
 
 @pytest.mark.parametrize("kind", ["tracked", "local"])
@@ -513,10 +533,10 @@ def test_rescaled_layers_speak_as_loudly_as_the_whole_net(world, optimiser):
     assert not found[0].equal(found[1])
 
 
-def test_without_running_statistics_every_batch_is_normalised_by_itself(trained):
-    run = trained(statistics="batch")
-    assert not any("running" in name or "tracked" in name for name in run.state.params)
-    model = run.customize(width=0.5)
+def test_without_the_closing_query_every_batch_is_normalised_by_itself(trained):
+    run = trained(statistics="batch", query_statistics=False)
+    with pytest.warns(UserWarning, match="every batch by itself"):
+        model = run.customize(width=0.5)
     x = torch.randn(6, 1, 5, 5)
     expected = []
     for i in (0, 1):
@@ -551,7 +571,7 @@ def test_post_statistics_come_from_the_closing_phase_alone(world, optimiser):
     assert all(state.params[n].equal(t) for n, t in first.items())
     closing = replace(state, phase="statistics")
     for task in method.plan(world.setup, closing, world.setup.clients):
-        assert task.recipe == Statistics(4, epochs=20)
+        assert task.recipe == Statistics(4, epochs=20, scale=True)
         assert [s.owner for s in task.subnets] == ["0", "1", "2", "3"]  # one at a time fits
     after = world.round(method, closing).params
     assert {n for n, t in after.items() if not t.equal(state.params[n])} == set(first)
@@ -572,7 +592,7 @@ def cumulative(world, state, number: int) -> Tensor:
                 y = F.conv2d(
                     data.inputs[rows], p["features.0.weight"], p["features.0.bias"], padding=1
                 )
-                means.append(y.mean((0, 2, 3)))
+                means.append(y.mean((0, 2, 3)) / 0.25)  # as it is scaled in training
     return torch.stack(means).mean(0)
 
 
@@ -618,9 +638,9 @@ def test_local_statistics_stay_on_the_client_base_by_base(world, optimiser, work
             state = replace(method.merge(world.setup, state, updates), round=state.round + 1)
     first = method.start(world.setup).params
     assert all(state.params[f"{n}@{i}"].equal(first[f"{n}@{i}"]) for n in names for i in range(4))
-    small = fq.Run(world.setup, method, state, ()).customize(width=0.5)
-    assert len(small.nets) == 2
-    assert not any("running" in name for name, _ in small.named_buffers())  # every batch by itself
+    after = world.round(method, replace(state, phase="statistics")).params
+    asked = {n for n, t in after.items() if not t.equal(state.params[n])}
+    assert asked == {f"{n}@{i}" for n in names for i in range(4)}  # at the end, for the server
 
 
 def test_local_statistics_go_on_from_where_the_client_left_them(world, optimiser):
@@ -712,7 +732,6 @@ def test_a_budget_below_one_base_is_refused(world, budget):
         ({"base": 0}, r"in \(0, 1\], got 0; 1/8 is 0\.125"),
         ({"base": 1.5}, "got 1.5"),
         ({"statistics": "mean"}, "'post', 'tracked' or 'local', got 'mean'"),
-        ({"statistics": "post", "robust": True}, "clean inputs.*use tracked, batch or local"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong, said):
@@ -768,8 +787,8 @@ def test_any_traceable_model_can_be_split_and_mixed(world, optimiser, make, toge
     assert all(t.equal(before[n]) for n, t in net.state_dict().items())
     first = method.start(run.setup).params
     trained = {n for n, t in run.state.params.items() if not t.equal(first[n])}
-    learned = {f"{n}@{i}" for n, _ in run.setup.model.named_parameters() for i in range(4)}
-    assert trained == learned
+    learned = {n for n, _ in run.setup.model.named_parameters()} | run.setup.structure.statistics
+    assert trained == {f"{n}@{i}" for n in learned for i in range(4)}
     x = torch.randn(3, 1, 5, 5)
     for count in (1, 2, 4):
         with torch.no_grad():

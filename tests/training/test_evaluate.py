@@ -19,7 +19,7 @@ from fedquilt.training.attack import PGD
 from fedquilt.training.dualnorm import DualNorm, dual, has_dial
 from fedquilt.training.evaluate import Evaluate
 from fedquilt.training.recipe import Workbench
-from fedquilt.training.statistics import untracked
+from fedquilt.training.tracking import untracked
 
 
 def logits_of(net, structure, params, width, examples):

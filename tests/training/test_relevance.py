@@ -19,7 +19,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.models import make
 from fedquilt.training.gating import gateable
 from fedquilt.training.relevance import refuse, relevances
-from fedquilt.training.statistics import untracked
+from fedquilt.training.tracking import untracked
 
 
 def traced(net, example, exclude=()):

@@ -22,7 +22,7 @@ from fedquilt.training.descent import Optimiser
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.sandwich import Sandwich
 from fedquilt.training.sgd import SGD
-from fedquilt.training.statistics import untracked
+from fedquilt.training.tracking import untracked
 
 FIRST, SECOND = 6, 10  # channels of the net
 HOME = (STATISTICS, "*num_batches_tracked")

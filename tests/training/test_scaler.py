@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from fedquilt.federation.client import Task
 from fedquilt.structure.cut import build
+from fedquilt.structure.groups import Structure
 from fedquilt.training.descent import Optimiser
-from fedquilt.training.scaler import scaled
+from fedquilt.training.scaler import fold_scale, has_hooked_scale, scaled
 from fedquilt.training.sgd import SGD
 
 
@@ -50,12 +55,91 @@ def test_outputs_are_divided_by_the_share_of_channels_kept(net, structure, param
     assert output.equal(F.linear(inputs, module.classifier.weight, module.classifier.bias))
 
 
-def test_nothing_is_scaled_in_evaluation(net, structure, params):
+def test_outputs_are_scaled_in_evaluation_too(net, structure, params):
     module = build(net, structure, structure.subnet(0.5), params).eval()
-    x = torch.randn(3, 1, 5, 5)
-    plain = module(x)
+    seen = layer_outputs(module, torch.randn(4, 1, 5, 5), structure)
+    inputs, output = seen["first"]
+    plain = F.conv2d(inputs, module.first.weight, module.first.bias, padding=1)
+    torch.testing.assert_close(output, plain * 2)
+
+
+class Tied(nn.Module):
+    """Tokens in and out by one matrix, which only the way in is scaled for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 7, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.hidden(self.embed(x)).relu())
+
+
+class Functional(nn.Module):
+    """A layer whose weight is also used by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) + F.linear(x.square(), self.first.weight))
+
+
+class Attention(nn.Module):
+    """PyTorch's attention does not call its last layer, but takes its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attend = nn.Linear(5, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x)[:, None]
+        return self.out(self.attend(y, y, y, need_weights=False)[0][:, 0].relu())
+
+
+def sequence(second: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), second, nn.ReLU(), nn.Linear(8, 4))
+
+
+FLOATS = torch.zeros(2, 5)
+NETS = {
+    "plain": (lambda: sequence(nn.Linear(8, 8)), FLOATS, True),
+    "weight norm": (lambda: sequence(parametrizations.weight_norm(nn.Linear(8, 8))), FLOATS, False),
+    "spectral norm": (
+        lambda: sequence(parametrizations.spectral_norm(nn.Linear(8, 8))),
+        FLOATS,
+        False,
+    ),
+    "tied": (Tied, torch.tensor([[1, 2, 6]]), False),
+    "functional": (Functional, FLOATS, False),
+    "attention": (Attention, FLOATS, True),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+@torch.no_grad()
+def test_a_folded_module_answers_by_itself_as_it_did_scaled(name):
+    make, example, has_plain_weights = NETS[name]
+    torch.manual_seed(0)
+    whole = make()
+    structure = Structure.trace(whole, example)
+    module = build(whole, structure, structure.subnet(0.5)).eval()
+    x = torch.randn(6, 5) if example.is_floating_point() else torch.randint(7, (6, 3))
     with scaled(module, structure):
-        assert module(x).equal(plain)
+        expected = module(x)
+    assert not torch.allclose(module(x), expected)
+    folded = fold_scale(module, structure, example)
+    torch.testing.assert_close(folded(x), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(copy.deepcopy(folded)(x), expected, rtol=1e-5, atol=1e-6)
+    assert has_hooked_scale(folded) != has_plain_weights
+    if has_plain_weights:  # then they are all that is needed
+        bare = build(whole, structure, structure.subnet(0.5)).eval()
+        bare.load_state_dict(folded.state_dict())
+        torch.testing.assert_close(bare(x), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_stays_on_the_module_even_after_a_failure(net, structure, params):

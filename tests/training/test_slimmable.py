@@ -20,7 +20,7 @@ from fedquilt.training.descent import Optimiser
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.sgd import SGD
 from fedquilt.training.slimmable import Slimmable
-from fedquilt.training.statistics import untracked
+from fedquilt.training.tracking import untracked
 
 FIRST, SECOND = 6, 10  # channels of the net
 PLAIN = Optimiser(momentum=0, weight_decay=0, epochs=1, batch_size=14, clip=None)

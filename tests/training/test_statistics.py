@@ -16,7 +16,8 @@ from fedquilt.federation.client import Task
 from fedquilt.structure.cut import build, take
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.sgd import batches
-from fedquilt.training.statistics import ENOUGH, Statistics, calibrate, untracked
+from fedquilt.training.statistics import ENOUGH, Statistics, calibrate
+from fedquilt.training.tracking import untracked
 
 
 def queried(structure, bench, params, widths, batch_size=4):

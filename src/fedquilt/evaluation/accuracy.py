@@ -12,8 +12,14 @@ is "Glo", personal accuracy "Loc"), or that each keeps as its own (pFedMe).
 Where examples have a target at every position, all of these are examples, and the loss is also
 told as perplexity.
 
-Where all weights are shared and only statistics stay with the clients, there is no model without
-them: each held-out example is answered by the client whose test data it is.
+Where all weights are shared and only statistics stay with the clients, clients' accuracies are with
+their own statistics, and the global one is with those that were asked for at the end: it is that
+of the model which is taken away. If none were asked for, there is no such model: each held-out
+example is answered by the client whose test data it is.
+
+Scores are with a model's stored statistics, so that neither the order of the data nor the size of
+batches matters. With ``batch_statistics`` every batch of test data is normalised by itself instead,
+as papers score methods that keep no statistics.
 """
 
 from __future__ import annotations
@@ -57,6 +63,7 @@ class SizeScore:
     personal_accuracy: float | None = None  # of clients' own nets; None if they have none
     perplexity: float | None = None  # exp(loss) where examples have several targets
     group_accuracy: Mapping[str, float] | None = None  # user accuracy in each domain
+    batch_statistics: bool = False  # whether each batch of test data was normalised by itself
 
 
 def evaluate(
@@ -71,6 +78,7 @@ def evaluate(
     robustness: tuple[float, ...] = (),
     attack: PGD | None = None,
     tell: Callable[[Failure], None] = lambda failure: None,
+    batch_statistics: bool = False,
 ) -> list[SizeScore]:
     """Scores of a finished state, largest size first, at one robustness after another.
 
@@ -80,16 +88,24 @@ def evaluate(
     if robustness and not has_dial(setup.model):
         raise ConfigError(NO_DIAL)
     sizes = widths or method.sizes(setup)
-    mixes = [tuple(s.leaving(*method.home) for s in method.mix(setup, state, w)) for w in sizes]
+    mixes = [method.mix(setup, state, width) for width in sizes]
     subnets = tuple(dict.fromkeys(subnet for mix in mixes for subnet in mix))  # each once
+    has_statistics = method.has_statistics(setup)
     recipe = Evaluate(
         mixes=tuple(tuple(map(subnets.index, mix)) for mix in mixes),
         home=method.home,
         robustness=robustness,
         attack=attack,
+        scale=method.scales_outputs,
+        batch_statistics=batch_statistics or not (has_statistics or method.home),
     )
-    by_clients = bool(testers and method.home and shares_weights(setup, method))
-    shared = _held_out_tasks(setup, state, subnets, recipe) if held_out and not by_clients else []
+    only_statistics = bool(method.home) and shares_weights(setup, method)
+    by_clients = bool(testers) and only_statistics and not has_statistics
+    shared: list[Task] = []
+    if held_out and not by_clients:
+        is_global = only_statistics and has_statistics
+        for_server = replace(recipe, home=()) if is_global else recipe
+        shared = _held_out_tasks(setup, state, subnets, for_server)
     own = [_own_task(state, c, subnets, recipe) for c in setup.clients if c.id in testers]
     results = list(_admitted(setup, state, engine, [*shared, *own]))
     on_shared, on_own = results[: len(shared)], results[len(shared) :]
@@ -107,6 +123,7 @@ def evaluate(
             _score(i, width, dial, cost_of(setup, mix, memory=False), everywhere, answered),
             personal_accuracy=personal,
             group_accuracy=_by_domain(domains, i),
+            batch_statistics=recipe.batch_statistics,
         )
         for i, (dial, width, mix) in enumerate(points)
     ]
@@ -134,7 +151,7 @@ def _refuse_unknown(on_shared: Sequence[Update | Failure]) -> None:
 
 def _own_task(state: State, client: Client, subnets: tuple[Subnet, ...], recipe: Evaluate) -> Task:
     """The global nets on a client's test data, and the client's own net, if it has one."""
-    recipe = replace(recipe, labels=client.labels)
+    recipe, subnets = replace(recipe, labels=client.labels), _without_home(subnets, recipe)
     if client.id in state.chosen and not recipe.robustness:
         assert recipe.mixes is not None
         recipe = replace(recipe, mixes=(*recipe.mixes, (len(subnets),)))
@@ -171,8 +188,13 @@ def accuracy_by_client(
     setup: Setup, method: Method, state: State, engine: Engine, testers: tuple[int, ...]
 ) -> dict[int, float]:
     """The largest net's accuracy on each client's own test data, all classes allowed."""
-    mix = tuple(s.leaving(*method.home) for s in method.mix(setup, state, max(method.sizes(setup))))
-    recipe = Evaluate(mixes=(tuple(range(len(mix))),), home=method.home)
+    recipe = Evaluate(
+        home=method.home,
+        scale=method.scales_outputs,
+        batch_statistics=not (method.has_statistics(setup) or method.home),
+    )
+    mix = _without_home(method.mix(setup, state, max(method.sizes(setup))), recipe)
+    recipe = replace(recipe, mixes=(tuple(range(len(mix))),))
     tasks = [Task(c, mix, state.params, recipe, _seed(c)) for c in testers]
     return {
         result.client: result.metrics["hits:0"] / result.metrics["examples"]
@@ -188,10 +210,16 @@ def cost_of(setup: Setup, mix: Sequence[Subnet], *, memory: bool = True) -> Cost
     return functools.reduce(operator.add, prices)
 
 
+def _without_home(subnets: tuple[Subnet, ...], recipe: Evaluate) -> tuple[Subnet, ...]:
+    """The subnets as far as they are sent to a client."""
+    return tuple(subnet.leaving(*recipe.home) for subnet in subnets)
+
+
 def _held_out_tasks(
     setup: Setup, state: State, subnets: tuple[Subnet, ...], recipe: Evaluate
 ) -> list[Task]:
     recipe = replace(recipe, attack=None)  # robust accuracy is a mean over clients
+    subnets = _without_home(subnets, recipe)
     if recipe.home:  # every client's own model sees all of the held-out data
         recipe = replace(recipe, of=SERVER)
         return [Task(c.id, subnets, state.params, recipe, _seed(c.id)) for c in setup.clients]

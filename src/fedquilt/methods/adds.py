@@ -15,15 +15,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from torch import nn
+
 from fedquilt.errors import ConfigError
-from fedquilt.federation.client import Client, Task, Update
+from fedquilt.federation.client import PERSONAL, Client, Task, Update
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, alike, ignored_budgets, merged, without_tracking
+from fedquilt.methods.method import Rounds, alike, ignored_budgets, merged
 from fedquilt.ranges import Fraction
+from fedquilt.structure.groups import TRACKED, Structure
+from fedquilt.structure.subnet import Subnet
 from fedquilt.training import relevance
 from fedquilt.training.bilevel import Bilevel, Importance
 from fedquilt.training.descent import Optimiser
 from fedquilt.training.gating import gateable
+from fedquilt.training.tracking import untracked
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,9 @@ class ADDS(Rounds):
     With ``persistent`` a client goes on from its own shares, else it starts anew in every round,
     as Algorithm 1, line 11 has it. With ``by_examples`` clients count by the size of their data, as
     in FedAvg, else alike, as in Eq. 19.
-    Batches are normalised by themselves: the subnets of a client differ from step to step.
+    Batches are normalised by themselves in training: the subnets of a client differ from step to
+    step. At the end clients are asked for the statistics of the whole net, and keep those of the
+    subnet that they chose last.
     ``importance`` is what channels are chosen by: ``"slimming"``, scales of normalisation and
     activations, or ``"lrp"``, relevance (extra ``fedquilt[lrp]``).
     """
@@ -72,23 +79,30 @@ class ADDS(Rounds):
         if not 0 < self.validation < 1:
             raise ConfigError(f"validation is a part of the data, got {self.validation}")
 
+    is_personal = True
+
+    @property
+    def tracks_statistics(self) -> bool:
+        """Those of nets that differ from step to step would mean nothing."""
+        return False
+
     def prepared(self, setup: Setup) -> Setup:
-        """The model without running statistics; refused if no channel can be sampled, or seen."""
-        setup = without_tracking(setup)
+        """The model as it is; refused if no channel can be sampled, or seen."""
         if not _sampled(setup):
             raise ConfigError(
                 "no channels of this model can be sampled; ADDS needs linear layers or "
                 "convolutions between which channels can be left out"
             )
         if self.importance == "lrp":
-            relevance.refuse(setup.model, setup.structure, _sampled(setup), setup.example)
+            model, structure = _as_trained(setup)
+            relevance.refuse(model, structure, _sampled(setup), setup.example)
         return setup
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """Subnets are chosen within the whole net, which every client is sent and trains."""
         return ignored_budgets(setup)
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Algorithm 1, line 3: the supernet for every client."""
         recipe = Bilevel(
             self.optimiser,
@@ -104,15 +118,16 @@ class ADDS(Rounds):
             by_examples=self.by_examples,
             importance=self.importance,
         )
-        return alike(setup, state, cohort, recipe)
+        return alike(setup, state, cohort, recipe, self.to_train(Subnet()))
 
-    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Lines 5-7, Eq. 19: each cell is averaged over the clients that sent it."""
         chosen = dict(state.chosen)
 
         def noted() -> Iterator[Update]:
             for update in updates:
-                chosen[update.client] = update.subnets[0].shape
+                own = update.subnets[0].shape.owning(PERSONAL, TRACKED)
+                chosen[update.client] = own.leaving(TRACKED)
                 yield update
 
         return replace(merged(setup, state, noted()), chosen=chosen)
@@ -121,4 +136,10 @@ class ADDS(Rounds):
 @lru_cache(maxsize=16)
 def _sampled(setup: Setup) -> tuple[str, ...]:
     """The groups whose channels are sampled."""
-    return gateable(setup.model, setup.structure, setup.example)
+    return gateable(*_as_trained(setup), setup.example)
+
+
+def _as_trained(setup: Setup) -> tuple[nn.Module, Structure]:
+    """The net that normalises every batch by itself."""
+    model = untracked(setup.model)
+    return model, setup.structure.among(model)

@@ -20,20 +20,20 @@ from functools import lru_cache
 from typing import Literal
 
 from fedquilt.errors import BudgetError, ConfigError, UpdateError
-from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.client import PERSONAL, Client, Task, Update, seed_of
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.method import Rounds, affordable, initial, merged, unable
 from fedquilt.ranges import Fraction
 from fedquilt.structure.budget import fit
 from fedquilt.structure.cost import Prices, cost
-from fedquilt.structure.groups import STATISTICS, Structure
+from fedquilt.structure.groups import TRACKED, Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
 from fedquilt.training.sandwich import Sandwich
 from fedquilt.training.search import Limits, Search
 from fedquilt.training.sgd import SGD
 
-HOME = (STATISTICS, "*num_batches_tracked")  # Sec. 4.2: never leave the client
+HOME = (TRACKED,)  # Sec. 4.2: stay on the client
 OPTIMISER = Optimiser(lr=0.05, momentum=0.9, weight_decay=5e-4, epochs=1, batch_size=64, clip=None)
 
 
@@ -44,8 +44,9 @@ class FedPA(Rounds):
     ``subnets`` are the clients', in their order. Without them each has the widest uniform net that
     its budget allows, which is the paper's baseline FedUniform. Groups that ``whole`` names, by
     patterns, are cut in none (the paper: the inputs of the classifier). Statistics of batch
-    normalisation never leave a client. The global model has the channels that at least ``holders``
-    clients have.
+    normalisation stay on the client. The global model has the channels that at least ``holders``
+    clients have; its own statistics are asked for at the end, as means over clients, unless
+    ``query_statistics`` is false: then nothing leaves a client, and there is no global model.
     """
 
     optimiser: Optimiser = field(default_factory=lambda: OPTIMISER)
@@ -53,7 +54,12 @@ class FedPA(Rounds):
     whole: tuple[str, ...] = ()
     holders: int = 1
     subnets: tuple[Subnet, ...] | None = None
-    home = HOME
+    is_personal = True
+
+    @property
+    def home(self) -> tuple[str, ...]:
+        """Statistics."""
+        return HOME
 
     def start(self, setup: Setup) -> State:
         """Line 1: w⁰, and everybody's architecture."""
@@ -66,7 +72,7 @@ class FedPA(Rounds):
         pairs = zip(setup.clients, given, strict=True)
         return replace(initial(setup), chosen={client.id: mine(s) for client, s in pairs})
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Line 3: w ⊙ z_m for every sampled client."""
         return [self._training(setup, state, client, state.round) for client in cohort]
 
@@ -112,7 +118,7 @@ class FedPA(Rounds):
 
 def mine(subnet: Subnet) -> Subnet:
     """A client's architecture: what stays at home is that of this architecture alone."""
-    return subnet.shape.owning("own", *HOME).leaving(*HOME)
+    return subnet.shape.owning(PERSONAL, *HOME).leaving(*HOME)
 
 
 def uncut(structure: Structure, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -179,6 +185,7 @@ class APFL(FedPA):
             Phase("warm-up", self._rounds_before(setup) - 1, self.fraction, among=able),
             Phase("search", 1, 1.0),
             Phase("train", setup.rounds, self.fraction),
+            *self.closing(setup),
         )
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
@@ -221,7 +228,7 @@ class APFL(FedPA):
         """Algorithm 1: w⁰; nobody has an architecture yet."""
         return initial(setup)
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Lines 3-5 and 12 of Algorithm 1, and line 3 of Algorithm 3."""
         if state.phase == "train":
             round = state.round - self._rounds_before(setup)
@@ -275,7 +282,7 @@ class APFL(FedPA):
                 )
         return update
 
-    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Line 9: the mean, weighted by data. After the search: who has which architecture.
 
         A client whose search has failed has the uniform net of its budget.

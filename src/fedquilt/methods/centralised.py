@@ -32,7 +32,7 @@ class Centralised(Rounds):
         """The whole net is trained, whatever clients can afford."""
         return ignored_budgets(setup)
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """One task, whatever the cohort."""
         labels = {label for client in setup.clients for label in client.labels}
         recipe = SGD(

@@ -89,7 +89,7 @@ class DepthFL(Rounds):
             self.trained(deep, client)  # refuses whoever cannot afford one exit
         return deep
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """The deepest local model of each client."""
         params, recipe = self._sent(state), self._recipe(setup, state.round)
         return [
@@ -134,7 +134,7 @@ class DepthFL(Rounds):
         untrained = range(1, depth) if self.only_last else ()
         return subnet.leaving(*(f"heads.exit{number}.*" for number in untrained))
 
-    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Each tensor is averaged over the clients that hold it, each counting once."""
         trained: Counter[Subnet] = Counter()
         after = merged(setup, state, counted(updates, trained))

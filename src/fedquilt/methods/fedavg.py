@@ -15,12 +15,7 @@ import torch
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, seed_of
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import (
-    Rounds,
-    budget_sizes,
-    ignored_budgets,
-    without_tracking,
-)
+from fedquilt.methods.method import Rounds, budget_sizes, ignored_budgets
 from fedquilt.ranges import Fraction
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cut import build
@@ -35,7 +30,8 @@ class FedAvg(Rounds):
     """One width for all.
 
     Running statistics of batch normalisation are averaged like weights, or with
-    ``statistics="batch"`` there are none and every batch is normalised by itself, also in use.
+    ``statistics="batch"`` every batch is normalised by itself in training, and statistics are asked
+    for at the end.
     ``conditional`` puts in layers whose work depends on the robustness asked for (OAT).
     Budgets are ignored, unless ``within_budgets``: then the width is at most what all clients can
     afford.
@@ -50,10 +46,14 @@ class FedAvg(Rounds):
     conditional: bool = False
     within_budgets: bool = False
 
+    @property
+    def tracks_statistics(self) -> bool:
+        """As the settings say."""
+        return self.statistics == "tracked"
+
     def prepared(self, setup: Setup) -> Setup:
-        """The model itself; or without running statistics; or with layers that λ conditions."""
+        """The model itself, or with layers that λ conditions."""
         self._refuse_unknown_tensors(setup)
-        setup = without_tracking(setup) if self.statistics == "batch" else setup
         if not self.conditional:
             return setup
         width = self.common_width(setup)
@@ -86,9 +86,10 @@ class FedAvg(Rounds):
         width = self.common_width(setup)
         return ignored_budgets(setup, width, setup.structure.subnet(width))
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """The whole net for every client, or the same part of it; weighted by examples."""
-        subnet = setup.structure.subnet(self.common_width(setup)).leaving(*self.home)
+        subnet = setup.structure.subnet(self.common_width(setup))
+        subnet = self.to_train(subnet.leaving(*self.home))
         return [
             Task(
                 client.id,

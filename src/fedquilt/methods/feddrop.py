@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from fedquilt.federation.client import Client, Task, seed_of
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, affordable, refuse_no_widths, without_tracking
+from fedquilt.methods.method import Rounds, affordable, refuse_no_widths, sizes_within_budget
 from fedquilt.ranges import Fraction
 from fedquilt.structure.groups import Group, leading
 from fedquilt.structure.subnet import Subnet
@@ -29,9 +29,10 @@ class FedDrop(Rounds):
 
     All clients of a round train the same channels, or with ``each`` every one its own. A client
     that cannot afford so many trains as many as it can: the first in the order that was drawn, so
-    that parts of one draw are nested. Batches are normalised by themselves, also in use: channels
-    meet others in every round, and the whole net only in the end. With ``scaler`` outputs are
-    divided by the width in training, as dropout does, so that sums are as large in the whole net.
+    that parts of one draw are nested. Batches are normalised by themselves in training: channels
+    meet others in every round, and the whole net only in the end, when its statistics are asked
+    for. With ``scaler`` outputs are divided by the share of channels that is kept, as dropout does,
+    so that sums are as large in the whole net.
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
@@ -47,16 +48,26 @@ class FedDrop(Rounds):
         super().__post_init__()
         refuse_no_widths((self.width,))
 
-    def prepared(self, setup: Setup) -> Setup:
-        """The model without running statistics."""
-        return without_tracking(setup)
+    @property
+    def tracks_statistics(self) -> bool:
+        """Those of parts that change in every round would mean nothing."""
+        return False
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    @property
+    def scales_outputs(self) -> bool:
+        """As dropout does."""
+        return self.scaler
+
+    def asked_of(self, setup: Setup, client: Client, sizes: tuple[float, ...]) -> tuple[float, ...]:
+        """The whole net, if a client can afford it."""
+        return sizes_within_budget(setup, client, sizes)
+
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """A part for every client; weighted by examples."""
         return [
             Task(
                 client.id,
-                (self.part(setup, state.round, client),),
+                (self.to_train(self.part(setup, state.round, client)),),
                 state.params,
                 SGD(
                     self.optimiser,

@@ -62,7 +62,7 @@ class FjORD(Rounds):
         """P of the authors' port: fifths."""
         return FIFTHS
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Every width p ≤ p_max of a client, the widest with all that they share."""
         return [
             Task(

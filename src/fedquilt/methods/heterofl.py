@@ -20,13 +20,14 @@ import numpy as np
 
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
-from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import (
     Rounds,
     affordable,
     merged,
     nested,
     refuse_no_widths,
+    sizes_within_budget,
     trained_sizes,
     unable,
 )
@@ -35,7 +36,6 @@ from fedquilt.structure.groups import STATISTICS
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
 from fedquilt.training.sgd import SGD
-from fedquilt.training.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ class HeteroFL(Rounds):
     scaler: bool = True
     masked: bool = True
     own_rows: bool = True
-    statistics_batch: int = 50
     query_everyone: bool = False
 
     def __post_init__(self) -> None:
@@ -78,23 +77,24 @@ class HeteroFL(Rounds):
             "clients can afford less"
         )
 
-    def phases(self, setup: Setup) -> tuple[Phase, ...]:
-        """Algorithm 1: rounds of training, then the query of representation statistics."""
-        train = Phase("train", setup.rounds, self.fraction)
-        query = Phase("statistics", 1, 1.0, is_closing=True)
-        return (train, query) if setup.structure.statistics else (train,)
+    @property
+    def tracks_statistics(self) -> bool:
+        """Sec. 3.2: no statistics are tracked in training; they are queried when it is over."""
+        return False
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    @property
+    def scales_outputs(self) -> bool:
+        """Sec. 3.3."""
+        return self.scaler
+
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Algorithm 1: determine each client's level p, W_m <- W_g[: d_m, : k_m], and its work."""
         return [self._task(setup, state, client) for client in cohort]
 
     def _task(self, setup: Setup, state: State, client: Client) -> Task:
         seed = seed_of(setup.seed, state.round, client.id)
-        if state.phase == "statistics":
-            subnets = tuple(self.subnet(setup, width) for width in self.asked_of(setup, client))
-            return Task(client.id, subnets, state.params, Statistics(self.statistics_batch), seed)
         width = self.width_of(setup, state.round, client)
-        subnet = setup.structure.subnet(width).leaving(STATISTICS)
+        subnet = self.to_train(setup.structure.subnet(width))
         recipe = SGD(
             self.optimiser,
             lr=self.optimiser.rate(state.round, setup.rounds),
@@ -113,14 +113,13 @@ class HeteroFL(Rounds):
         draw = np.random.default_rng(seed_of(setup.seed, round, client.id, 1))
         return float(self.widths[draw.integers(len(self.widths))])
 
-    def asked_of(self, setup: Setup, client: Client) -> tuple[float, ...]:
+    def asked_of(self, setup: Setup, client: Client, sizes: tuple[float, ...]) -> tuple[float, ...]:
         """The sizes whose statistics a client is asked for: those that it can afford, or all."""
         if self.query_everyone or self.assignment == "dynamic":
-            return self.sizes(setup)
-        limit = affordable(setup, client)
-        return tuple(width for width in self.sizes(setup) if width <= limit)
+            return sizes
+        return sizes_within_budget(setup, client, sizes)
 
-    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Eqs. 1-3: each cell is averaged over the clients that hold it, each counting once."""
         return merged(setup, state, updates)
 

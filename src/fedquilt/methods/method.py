@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torch import nn
@@ -13,13 +13,17 @@ from fedquilt.federation.average import average
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.mix import LEVELS
 from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.ranges import Fraction, check_fields
+from fedquilt.ranges import Count, Fraction, check_fields
 from fedquilt.structure.budget import fit
 from fedquilt.structure.cost import cost
+from fedquilt.structure.groups import TRACKED
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training.recipe import Recipe
-from fedquilt.training.statistics import untracked
+from fedquilt.training.statistics import Statistics
+
+QUERY = "statistics"  # the closing phase in which clients are asked for statistics
+MOST_QUERIED = 100  # clients; where there are more, a sample of so many is asked
 
 SizeKind = Literal["width", "parameters", "exits", "bases"]  # what a size is a fraction of
 SIZE_NAMES = {"width": "width", "parameters": "γ", "exits": "depth", "bases": "width"}
@@ -49,6 +53,19 @@ class Method(Protocol):
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """A sentence, if clients of a prepared setup train more than they can afford."""
+        ...
+
+    @property
+    def scales_outputs(self) -> bool:
+        """Whether outputs of cut layers are divided by the share of their channels (Scaler)."""
+        ...
+
+    def has_statistics(self, setup: Setup) -> bool:
+        """Whether the finished model has all running statistics that it normalises by.
+
+        Otherwise it normalises every batch by itself, and its answer to an example depends on the
+        others in the batch.
+        """
         ...
 
     def prepared(self, setup: Setup) -> Setup:
@@ -91,17 +108,50 @@ class Method(Protocol):
         ...
 
 
-class Rounds:
+class Traits:
+    """What a method is unless it says otherwise; no settings, so that a method may compute them."""
+
+    fraction: Fraction | None  # of the clients, in each round; None: see ``Phase``
+    is_personal: bool = False  # whether clients choose, or have, nets of their own
+
+    @property
+    def home(self) -> tuple[str, ...]:
+        """Nothing stays on clients."""
+        return ()
+
+    @property
+    def starts_anew(self) -> bool:
+        """The model's own values are where training starts."""
+        return False
+
+    @property
+    def size_kind(self) -> SizeKind:
+        """Sizes are widths."""
+        return "width"
+
+    @property
+    def scales_outputs(self) -> bool:
+        """Outputs are as they are."""
+        return False
+
+    @property
+    def tracks_statistics(self) -> bool:
+        """Running statistics are a part of what clients train, like weights."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds(Traits):
     """What most methods have in common; a method's own file says where it differs.
 
     Rounds of training the user's model from its own tensors, nothing kept at home, and the mean of
-    every cell over the clients that hold it.
+    every cell over the clients that hold it. At the end clients are asked for the statistics of
+    batch normalisation, if training leaves none on the server; with ``query_statistics`` always or
+    never. ``statistics_batch`` is the size of the batches that these are taken from.
     """
 
-    fraction: Fraction | None  # of the clients, in each round; None: see ``Phase``
-    home: tuple[str, ...] = ()
-    starts_anew: bool = False
-    size_kind: SizeKind = "width"
+    query_statistics: bool | None = None
+    statistics_batch: Count = 50
 
     def __post_init__(self) -> None:
         """Refuses settings that are not of their types, or out of range."""
@@ -120,18 +170,65 @@ class Rounds:
         return setup
 
     def phases(self, setup: Setup) -> tuple[Phase, ...]:
-        """Rounds of training."""
-        return (Phase("train", setup.rounds, self.fraction),)
+        """Rounds of training, and the closing query."""
+        return (Phase("train", setup.rounds, self.fraction), *self.closing(setup))
+
+    def closing(self, setup: Setup) -> tuple[Phase, ...]:
+        """The query for statistics, if there is one."""
+        is_asked = self._lacks_statistics(setup)
+        if self.query_statistics is not None:
+            is_asked = self.query_statistics and bool(setup.structure.statistics)
+        return (query_phase(setup, everyone=self.is_personal),) if is_asked else ()
+
+    def has_statistics(self, setup: Setup) -> bool:
+        """Whether training or the closing query gives the model its statistics."""
+        return not self._lacks_statistics(setup) or bool(self.closing(setup))
+
+    def _lacks_statistics(self, setup: Setup) -> bool:
+        """Whether statistics of a model that is shared are not on the server after training."""
+        statistics = setup.structure.statistics
+        at_home = statistics & setup.structure.matching(self.home)
+        is_without = not self.tracks_statistics or bool(at_home)
+        return bool(statistics) and is_without and shares_weights(setup, self)
 
     def start(self, setup: Setup) -> State:
         """The model's own tensors."""
         return initial(setup)
+
+    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+        """The closing query, or a round of training."""
+        if state.phase == QUERY:
+            return plan_query(setup, state, cohort, self)
+        return self.plan_training(setup, state, cohort)
+
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+        """What clients do in a round of training: what a method is about."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its clients train")
+
+    def to_train(self, subnet: Subnet) -> Subnet:
+        """A subnet as clients train it: without statistics that are not tracked."""
+        return subnet if self.tracks_statistics else subnet.leaving(TRACKED)
+
+    def asked_of(self, setup: Setup, client: Client, sizes: tuple[float, ...]) -> tuple[float, ...]:
+        """The sizes whose statistics a client is asked for: by default all of them."""
+        return sizes
+
+    @property
+    def statistics_recipe(self) -> Statistics:
+        """How clients find statistics."""
+        return Statistics(self.statistics_batch, scale=self.scales_outputs)
 
     def opened(self, setup: Setup, state: State, update: Update) -> Update:
         """The update as it is."""
         return update
 
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+        """Statistics are averaged, each batch counting once; what was trained, as a method does."""
+        if state.phase == QUERY:
+            return merged(setup, state, updates)
+        return self.merge_training(setup, state, updates)
+
+    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Each cell is averaged over the clients that hold it."""
         return merged(setup, state, updates)
 
@@ -161,18 +258,52 @@ def merged(setup: Setup, state: State, updates: Iterable[Update]) -> State:
     return replace(state, params=average(state.params, setup.structure, updates))
 
 
-def alike(setup: Setup, state: State, cohort: Sequence[Client], recipe: Recipe) -> list[Task]:
-    """The whole net and the same recipe for every client."""
+def alike(
+    setup: Setup, state: State, cohort: Sequence[Client], recipe: Recipe, subnet: Subnet
+) -> list[Task]:
+    """The same subnet and the same recipe for every client."""
     return [
-        Task(c.id, (Subnet(),), state.params, recipe, seed_of(setup.seed, state.round, c.id))
+        Task(c.id, (subnet,), state.params, recipe, seed_of(setup.seed, state.round, c.id))
         for c in cohort
     ]
 
 
-def without_tracking(setup: Setup) -> Setup:
-    """The setup whose net has no running statistics: every batch is normalised by itself."""
-    model = untracked(setup.model)
-    return replace(setup, model=model, structure=setup.structure.among(model))
+def query_phase(setup: Setup, *, everyone: bool = False) -> Phase:
+    """The closing phase in which clients are asked for statistics: a sample, if they are many."""
+    count = len(setup.clients)
+    share = 1.0 if everyone else min(1.0, MOST_QUERIED / max(count, 1))
+    return Phase(QUERY, 1, share, is_closing=True)
+
+
+def plan_query(setup: Setup, state: State, cohort: Sequence[Client], method: Rounds) -> list[Task]:
+    """Asks clients for the statistics of the finished model, at every size (HeteroFL, Sec. 3.2).
+
+    A size that no client of the cohort can afford is asked of all of them. A client that has a net
+    of its own also finds the statistics of that one, which it keeps.
+    """
+    sizes = method.sizes(setup)
+    asked = {client.id: method.asked_of(setup, client, sizes) for client in cohort}
+    nobodys = set(sizes).difference(*asked.values())
+    nets = {size: method.mix(setup, state, size) for size in sizes}
+    tasks = []
+    for client in cohort:
+        wanted = (s for s in sizes if s in asked[client.id] or s in nobodys)
+        subnets = tuple(dict.fromkeys(subnet for size in wanted for subnet in nets[size]))
+        own = state.chosen.get(client.id)
+        recipe = method.statistics_recipe
+        if own is not None:
+            subnets, recipe = (*subnets, own), replace(recipe, personal=True)
+        seed = seed_of(setup.seed, state.round, client.id)
+        tasks.append(Task(client.id, subnets, state.params, recipe, seed))
+    return tasks
+
+
+def sizes_within_budget(
+    setup: Setup, client: Client, sizes: tuple[float, ...]
+) -> tuple[float, ...]:
+    """Of several widths, those that a client can afford."""
+    limit = affordable(setup, client)
+    return tuple(width for width in sizes if width <= limit)
 
 
 def affordable(setup: Setup, client: Client) -> float:

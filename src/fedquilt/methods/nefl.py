@@ -114,7 +114,7 @@ class NeFL(Rounds):
                 steps[f"{name}@{subnet.owner}"] = torch.tensor(float(value))
         return replace(state, params={**state.params, **steps})
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Algorithm 1, lines 2-5: each client trains one of the submodels."""
         recipe = SGD(self.optimiser, lr=self.optimiser.rate(state.round, setup.rounds))
         return [
@@ -154,7 +154,7 @@ class NeFL(Rounds):
         affordable = within(setup, limits, subnets)  # physical limits cannot be exceeded
         return [size for size in near if size in affordable]
 
-    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Algorithm 2: NeFedAvg for what is shared, FedAvg for each submodel's own."""
         return merged(setup, state, updates)
 

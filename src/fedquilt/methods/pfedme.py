@@ -21,14 +21,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.constants import keep_constants
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import (
-    Rounds,
-    alike,
-    ignored_budgets,
-    initial,
-    merged,
-    without_tracking,
-)
+from fedquilt.methods.method import Rounds, alike, ignored_budgets, initial, merged
 from fedquilt.ranges import Fraction
 from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet
@@ -42,8 +35,9 @@ class PFedMe(Rounds):
 
     ``steps`` and ``personal_lr`` are those of a client's own model on each batch; ``attraction``
     keeps it near the model that the client sends, which ``optimiser`` moves. The server goes
-    ``beta`` of the way to the clients' mean. Batches are normalised by themselves, also in use:
-    running statistics would belong to neither of a client's two models.
+    ``beta`` of the way to the clients' mean. Batches are normalised by themselves in training:
+    running statistics would belong to neither of a client's two models. At the end clients are
+    asked for those of the shared model, and keep those of their own.
     """
 
     optimiser: Optimiser = field(
@@ -66,9 +60,12 @@ class PFedMe(Rounds):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is above 0, got {getattr(self, name)}")
 
-    def prepared(self, setup: Setup) -> Setup:
-        """The model without running statistics."""
-        return without_tracking(setup)
+    is_personal = True
+
+    @property
+    def tracks_statistics(self) -> bool:
+        """A client's two models take turns in one net."""
+        return False
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """The whole net is trained, whatever clients can afford."""
@@ -79,7 +76,7 @@ class PFedMe(Rounds):
         own = {client.id: personal(Subnet()) for client in setup.clients}
         return replace(initial(setup), chosen=own)
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """The server sends w; all clients count alike."""
         recipe = Moreau(
             self.optimiser,
@@ -88,9 +85,9 @@ class PFedMe(Rounds):
             attraction=self.attraction,
             personal_lr=self.personal_lr,
         )
-        return alike(setup, state, cohort, recipe)
+        return alike(setup, state, cohort, recipe, self.to_train(Subnet()))
 
-    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """w <- (1 − β) w + β Σ_i w_i / S."""
         mean = merged(setup, state, updates).params
         return replace(state, params=part_way(state.params, mean, self.beta))

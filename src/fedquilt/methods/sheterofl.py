@@ -18,12 +18,12 @@ from fedquilt.methods.method import (
     Rounds,
     nested,
     refuse_no_widths,
+    sizes_within_budget,
     trained_sizes,
     up_to_budget,
-    without_tracking,
 )
 from fedquilt.ranges import Fraction
-from fedquilt.structure.groups import NORMS
+from fedquilt.structure.groups import NORMS, STATISTICS
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Optimiser
 from fedquilt.training.slimmable import Slimmable
@@ -33,9 +33,10 @@ from fedquilt.training.slimmable import Slimmable
 class SHeteroFL(Rounds):
     """Nested widths, the gradients of all that a client can afford summed.
 
-    With ``statistics="tracked"`` every width has normalisation of its own, with ``"batch"`` they
-    share it and each batch is normalised by itself, also in use. Clients count by their data;
-    ``count_widths`` counts a client once for each width it trains, as the public code does.
+    With ``statistics="tracked"`` every width has normalisation of its own; with ``"batch"`` they
+    share it, each batch is normalised by itself in training, and the statistics of every width are
+    asked for at the end. Clients count by their data; ``count_widths`` counts a client once for
+    each width it trains, as the public code does.
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
@@ -55,11 +56,21 @@ class SHeteroFL(Rounds):
         """Those of Split-Mix, which it is compared with: down to an eighth."""
         return tuple(width for width in super().usual_budgets(model) if width >= 0.125)
 
-    def prepared(self, setup: Setup) -> Setup:
-        """The model itself, or without running statistics."""
-        return without_tracking(setup) if self.statistics == "batch" else setup
+    @property
+    def tracks_statistics(self) -> bool:
+        """As the settings say."""
+        return self.statistics == "tracked"
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    @property
+    def scales_outputs(self) -> bool:
+        """As the settings say."""
+        return self.scaler
+
+    def asked_of(self, setup: Setup, client: Client, sizes: tuple[float, ...]) -> tuple[float, ...]:
+        """The widths that a client can afford."""
+        return sizes_within_budget(setup, client, sizes)
+
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Every width that a client can afford, the widest with all that they share."""
         return [
             Task(
@@ -80,15 +91,24 @@ class SHeteroFL(Rounds):
         ]
 
     def _nested(self, setup: Setup, client: Client) -> tuple[Subnet, ...]:
-        widest, *others = up_to_budget(setup, client, self.sizes(setup))
-        narrow = [self.subnet(setup, width) for width in others]
+        widths = up_to_budget(setup, client, self.sizes(setup))
+        widest, *narrow = (self._trained_width(setup, width) for width in widths)
         if not self.count_widths:  # the rest is part of the widest
             narrow = [s.leaving("*", *(f"!{pattern}" for pattern in s.own)) for s in narrow]
-        return (self.subnet(setup, widest), *narrow)
+        return (widest, *narrow)
+
+    def _trained_width(self, setup: Setup, width: float) -> Subnet:
+        if self.tracks_statistics:
+            return self.subnet(setup, width)
+        return self.to_train(setup.structure.subnet(width))
 
     def subnet(self, setup: Setup, width: float) -> Subnet:
-        """The leading channels, with the normalisation of that width or of the next larger one."""
-        return nested(setup, width, self.sizes(setup), NORMS)
+        """The leading channels; what is a width's own is that of the next larger one, if need be.
+
+        That is all of its normalisation where it was tracked in training, else its statistics.
+        """
+        own = NORMS if self.tracks_statistics else STATISTICS
+        return nested(setup, width, self.sizes(setup), own)
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """The trained widths, largest first."""

@@ -25,8 +25,8 @@ from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.federation.client import Client, Task, Update, seed_of
 from fedquilt.federation.mix import LEVELS
 from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods.method import SizeKind, merged
-from fedquilt.ranges import Fraction, check_fields
+from fedquilt.methods.method import Rounds, SizeKind, merged
+from fedquilt.ranges import Fraction
 from fedquilt.structure.budget import Budget, times
 from fedquilt.structure.cost import cost
 from fedquilt.structure.cut import build
@@ -40,20 +40,23 @@ from fedquilt.training.evaluate import Evaluate
 from fedquilt.training.initial import redrawn, rescaled
 from fedquilt.training.objectives import Adversarial, Objective, Plain
 from fedquilt.training.sgd import SGD
-from fedquilt.training.statistics import Statistics, untracked
+from fedquilt.training.statistics import Statistics
+from fedquilt.training.tracking import untracked
 
 BNStatistics = Literal["batch", "post", "tracked", "local"]
 
 
 @dataclass(frozen=True)
-class SplitMix:
+class SplitMix(Rounds):
     """Slim bases, dealt to clients by their budgets, averaged each on its own.
 
-    ``base`` is the width r of a base. ``statistics`` is what batch normalisation uses (Table 4):
-    each batch's own, also in use (``batch``); estimated at the end on clients' data (``post``);
-    tracked in training and averaged (``tracked``), or tracked and kept at home (``local``).
+    ``base`` is the width r of a base. ``statistics`` is what batch normalisation uses in training
+    (Table 4): each batch's own (``batch``); the same, and then 20 passes over clients' data at the
+    end (``post``); tracked and averaged (``tracked``), or tracked and kept on clients (``local``).
     By default ``batch``, and ``tracked`` for a robust model, whose two kinds of statistics must not
-    mix. ``rescale_layer`` is on by default where it helps, with ``post``.
+    mix. A model that is taken away always has statistics: unless they are tracked on the server,
+    clients are asked for those of every base at the end. ``rescale_layer`` is on by default where
+    it helps, with ``post``.
 
     ``robust`` trains every base with two kinds of normalisation, for clean and for attacked
     inputs (Algorithm 4). ``sort`` orders the bases by validation accuracy at the end.
@@ -77,14 +80,9 @@ class SplitMix:
 
     def __post_init__(self) -> None:
         """Refuses what makes no sense, and warns of what the paper shows to collapse."""
-        check_fields(self)
+        super().__post_init__()
         if not 0 < self.base <= 1:
             raise ConfigError(f"the base is a width in (0, 1], got {self.base}; 1/8 is 0.125")
-        if self.robust and self.kind == "post":
-            raise ConfigError(
-                "statistics that are estimated afterwards ('post') are those of clean inputs, and "
-                "a robust model needs those of attacked ones, too; use tracked, batch or local"
-            )
         if self.sort and self.kind == "local":
             raise ConfigError(
                 "sort gives bases other numbers, but statistics that are 'local' stay on clients "
@@ -108,8 +106,8 @@ class SplitMix:
         return self.statistics or ("tracked" if self.robust else "batch")
 
     @property
-    def is_scaled(self) -> bool:
-        """Whether layers' outputs are rescaled in training: as told, or as Table 4 advises."""
+    def scales_outputs(self) -> bool:
+        """Whether layers' outputs are rescaled: as told, or as Table 4 advises."""
         return self.kind == "post" if self.rescale_layer is None else self.rescale_layer
 
     @property
@@ -132,20 +130,35 @@ class SplitMix:
 
     @property
     def home(self) -> tuple[str, ...]:
-        """Statistics that are tracked locally never leave the client."""
+        """Statistics that are tracked locally stay on the client."""
         return (STATISTICS,) if self.kind == "local" else ()
+
+    @property
+    def tracks_statistics(self) -> bool:
+        """As the settings say."""
+        return self.kind in ("tracked", "local")
+
+    @property
+    def statistics_recipe(self) -> Statistics:
+        """One pass; where the paper estimates statistics afterwards, 20 with training's batches."""
+        recipe = replace(super().statistics_recipe, attack=self.attack)
+        if self.kind != "post":
+            return recipe
+        return replace(recipe, batch_size=self.optimiser.batch_size, epochs=20)
+
+    @property
+    def attack(self) -> PGD | None:
+        """What a robust model is trained against."""
+        return PGD(epsilon=self.epsilon, steps=self.steps) if self.robust else None
 
     @property
     def objective(self) -> Objective:
         """Cross entropy, or Eq. 1 by Algorithm 4."""
-        if not self.robust:
-            return Plain()
-        return Adversarial(PGD(epsilon=self.epsilon, steps=self.steps), self.share)
+        return Plain() if self.attack is None else Adversarial(self.attack, self.share)
 
     def prepared(self, setup: Setup) -> Setup:
         """The net is one base; clients' budgets become the number of bases that they can train."""
         net = build(setup.model, setup.structure, setup.structure.subnet(self.base))
-        net = untracked(net) if self.kind == "batch" else net
         net = dual(net) if self.robust else net
         slim = replace(setup, model=net, structure=setup.structure.uncut(net))
         clients = tuple(
@@ -173,13 +186,9 @@ class SplitMix:
         return count
 
     def phases(self, setup: Setup) -> tuple[Phase, ...]:
-        """Rounds of training; then, if asked for, statistics and the order of the bases."""
-        found = [Phase("train", setup.rounds, self.fraction)]
-        if self.kind == "post" and setup.structure.statistics:
-            found.append(Phase("statistics", 1, 1.0, is_closing=True))
-        if self.sort:
-            found.append(Phase("sort", 1, 1.0, is_closing=True))
-        return tuple(found)
+        """Rounds of training; then statistics and, if asked for, the order of the bases."""
+        phases = super().phases(setup)
+        return (*phases, Phase("sort", 1, 1.0, is_closing=True)) if self.sort else phases
 
     def start(self, setup: Setup) -> State:
         """Algorithm 1, line 1: M bases that are initialised independently; the deck is new."""
@@ -195,15 +204,15 @@ class SplitMix:
     def _together(self, setup: Setup) -> bool:
         if self.together is not None or self.robust or self.num_bases == 1:
             return bool(self.together) and not self.robust
-        return is_quicker_together(
-            setup.model, setup.example, self.num_bases, self.optimiser.batch_size
-        )
+        model = setup.model if self.tracks_statistics else untracked(setup.model)
+        return is_quicker_together(model, setup.example, self.num_bases, self.optimiser.batch_size)
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Algorithm 1, lines 4 to 6: sample base models for each client, and what it does."""
         if state.phase == "train":
             return [self._training(setup, state, c, i) for i, c in enumerate(cohort)]
-        every, recipe = tuple(self.bases(range(self.num_bases))), self._closing(state)
+        every = tuple(self.bases(range(self.num_bases)))
+        recipe = Evaluate(split="validation", home=self.home, scale=self.scales_outputs)
         return [
             Task(c.id, every, state.params, recipe, seed_of(setup.seed, state.round, c.id))
             for c in cohort
@@ -211,16 +220,13 @@ class SplitMix:
 
     def _training(self, setup: Setup, state: State, client: Client, position: int) -> Task:
         chosen = self.sampled(setup, state, client, state.memory["visits"] + position)
-        subnets = [
-            subnet.leaving(STATISTICS) if self.kind == "post" else subnet.leaving(*self.home)
-            for subnet in self.bases(chosen)
-        ]
+        subnets = [self.to_train(subnet.leaving(*self.home)) for subnet in self.bases(chosen)]
         recipe = SGD(
             self.optimiser,
             lr=self.optimiser.rate(state.round, setup.rounds),
             labels=client.labels,
             masked=self.masked,
-            scale=self.is_scaled,
+            scale=self.scales_outputs,
             home=self.home,
             weight=client.num_examples,
             objective=self.objective,
@@ -228,11 +234,6 @@ class SplitMix:
         )
         seed = seed_of(setup.seed, state.round, client.id)
         return Task(client.id, tuple(subnets), state.params, recipe, seed)
-
-    def _closing(self, state: State) -> Statistics | Evaluate:
-        if state.phase == "statistics":
-            return Statistics(self.optimiser.batch_size, epochs=20)
-        return Evaluate(split="validation", home=self.home)
 
     def sampled(self, setup: Setup, state: State, client: Client, visit: int) -> list[int]:
         """Algorithm 2: the deck's next base, and others drawn without replacement."""
@@ -246,11 +247,7 @@ class SplitMix:
         """Bases as subnets all of whose tensors are their own."""
         return [Subnet().owning(str(i), "*") for i in numbers]
 
-    def opened(self, setup: Setup, state: State, update: Update) -> Update:
-        """The update as it is."""
-        return update
-
-    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Algorithm 1, lines 7 and 8: each base is averaged over its clients, by their data."""
         if state.phase == "sort":
             return replace(state, params=self._sorted(state, updates))

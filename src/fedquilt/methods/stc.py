@@ -21,7 +21,7 @@ from fedquilt.errors import ConfigError, UpdateError
 from fedquilt.federation.average import average
 from fedquilt.federation.client import Client, Task, Update, called, seed_of
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, ignored_budgets, without_tracking
+from fedquilt.methods.method import QUERY, Rounds, ignored_budgets
 from fedquilt.ranges import Fraction
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
@@ -48,8 +48,8 @@ class STC(Rounds):
 
     ``sparsity_up`` and ``sparsity_down`` are the shares of the weights that a client's and the
     server's codes change. A client gets the codes of all rounds that it missed; or the whole model,
-    if it never had it or if that is shorter. Batches are normalised by themselves, also in use:
-    running statistics are no sums of changes.
+    if it never had it or if that is shorter. Batches are normalised by themselves in training:
+    running statistics are no sums of changes. They are asked for at the end.
     """
 
     optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
@@ -67,9 +67,13 @@ class STC(Rounds):
                     f"0.0025, got {getattr(self, name)}"
                 )
 
+    @property
+    def tracks_statistics(self) -> bool:
+        """They are no sums of changes."""
+        return False
+
     def prepared(self, setup: Setup) -> Setup:
-        """The model without running statistics; refused if its weights are not of 32 bits."""
-        setup = without_tracking(setup)
+        """The model as it is; refused if its weights are not of 32 bits."""
         for name, tensor in named_tensors(setup.model).items():
             if tensor.is_floating_point() and tensor.dtype != torch.float32:
                 raise ConfigError(
@@ -82,7 +86,7 @@ class STC(Rounds):
         """The whole net is trained, whatever clients can afford."""
         return ignored_budgets(setup)
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Line 7: the codes that a client missed, or all weights."""
         synced, codes = synced_of(state), codes_of(state)
         missed = {
@@ -92,7 +96,7 @@ class STC(Rounds):
         return [
             Task(
                 client.id,
-                () if client.id in synced else (Subnet(),),
+                () if client.id in synced else (self.to_train(Subnet()),),
                 missed[synced[client.id]] if client.id in synced else state.params,
                 TernarySGD(
                     SGD(
@@ -103,6 +107,7 @@ class STC(Rounds):
                     state.round,
                     self.sparsity_up,
                     self.sparsity_down,
+                    self.to_train(Subnet()),
                 ),
                 seed_of(setup.seed, state.round, client.id),
             )
@@ -112,9 +117,11 @@ class STC(Rounds):
     def opened(self, setup: Setup, state: State, update: Update) -> Update:
         """Line 17: the change that a client's code means, as tensors."""
         who = called(update.client)
+        if state.phase == QUERY:
+            return update  # statistics, as they are
         if not update.subnets and not update.params:
             return update  # it lacks what codes are added to
-        if update.subnets != (Subnet(),) or len(update.params) != 1:
+        if update.subnets != (self.to_train(Subnet()),) or len(update.params) != 1:
             raise UpdateError(
                 f"{who} sent {len(update.params)} sets of tensors of {update.subnets}; what was "
                 "asked for is one code of the whole model"
@@ -123,16 +130,21 @@ class STC(Rounds):
         if tensors.keys() != {CODE}:
             odd = sorted(tensors.keys() ^ {CODE})
             raise UpdateError(f"{who} sent other tensors than a code; they differ in: {odd[0]}")
-        change = unmoved(state.params)
+        weights = self.weights(setup, state)
+        change = unmoved(weights)
         try:
             added(change, tensors[CODE], self.sparsity_up)
         except ValueError as problem:
             raise UpdateError(
                 f"{who} sent a code that {problem}; does it have the same model and sparsity?"
             ) from problem
-        return replace(update, params=(shaped(change, state.params),))
+        return replace(update, params=(shaped(change, weights),))
 
-    def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+    def weights(self, setup: Setup, state: State) -> dict[str, Tensor]:
+        """W: all that codes are of."""
+        return {n: state.params[n] for n in setup.structure.names(self.to_train(Subnet()))}
+
+    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Lines 18-23: the mean of the changes and the residual, compressed and added."""
         synced = dict(synced_of(state))
 
@@ -144,17 +156,18 @@ class STC(Rounds):
                     synced.pop(update.client, None)
                 yield update
 
-        nothing = shaped(unmoved(state.params), state.params)
+        weights = self.weights(setup, state)
+        nothing = shaped(unmoved(weights), weights)
         change = flattened(average(nothing, setup.structure, noted()))
         if RESIDUAL in state.server:
             change += state.server[RESIDUAL]
         code, residual = compressed(change, self.sparsity_down)
-        codes = reaching({**codes_of(state), state.round: code}, state.params)
+        codes = reaching({**codes_of(state), state.round: code}, weights)
         synced = {client: since for client, since in synced.items() if since in codes}
         oldest = min(synced.values(), default=state.round + 1)
         return replace(
             state,
-            params=moved(state.params, [code], self.sparsity_down),
+            params={**state.params, **moved(weights, [code], self.sparsity_down)},
             memory={SYNCED: {str(client): since for client, since in synced.items()}},
             server={
                 RESIDUAL: residual,

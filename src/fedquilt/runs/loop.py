@@ -307,7 +307,8 @@ class Loop:
     def _tested(self, task: Task) -> Task:
         """The task, and then a test of what the client has made of it."""
         is_tester = task.client in self.testers
-        return replace(task, recipe=Tested(task.recipe)) if is_tester else task
+        tested = Tested(task.recipe, scale=self.method.scales_outputs)
+        return replace(task, recipe=tested) if is_tester else task
 
     def _finished(self, state: State) -> tuple[State, list[_Ledger]]:
         """A copy of the state after the method's closing phases, and how those went."""
@@ -328,6 +329,7 @@ class Loop:
     def _evaluate(self, state: State, *, is_final: bool) -> tuple[State, tuple[SizeScore, ...]]:
         """The finished state, and its scores."""
         started = time.perf_counter()
+        kept = self.engine.kept()
         finished, ledgers = self._finished(state)
         if is_final:
             self.keep(finished)  # before an evaluation that may fail
@@ -343,6 +345,8 @@ class Loop:
                 tell=failures.append,
             )
         )
+        if not is_final and self.engine.kept() != kept:
+            self.engine.restore(kept)  # training goes on from what it left
         done = Evaluated(
             finished.round,
             scores,

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -57,11 +58,16 @@ from fedquilt.training.dualnorm import (
     set_robustness,
 )
 from fedquilt.training.plain import as_plain
-from fedquilt.training.statistics import untracked
+from fedquilt.training.scaler import fold_scale
+from fedquilt.training.tracking import untracked
 
 CLIENTS_FILE = "clients.json"  # who takes part, where clients are nodes
 FIRST_FILES = ("config.toml", "lock", CLIENTS_FILE)  # that there may be before there is a run
 TRAINING = ("optimiser", "fraction")  # settings of methods that a finished model does not need
+NEEDS_BATCHES = (
+    "this model normalises every batch by itself, because clients were not asked for statistics "
+    "(query_statistics=False); its answer to an example depends on the others in the batch"
+)
 MakeEngine = Callable[[Setup, Population, Path | None], Engine]
 
 
@@ -106,9 +112,11 @@ class Run:
 
         A method that mixes several nets gives a ``Mixture`` of those that the width needs, and only
         they are read from the disk. Its dials can be turned later: ``with model.at(width=0.5):``.
-        A model without running statistics normalises every batch by itself: give it batches, a
-        single example it may not answer. So it is where statistics never leave the clients; the net
-        that ``client`` chose has those that it keeps.
+        ``client`` asks for the net that a client chose for itself, with what it keeps.
+
+        The model answers one example as it answers many. The exception is a run whose clients were
+        not asked for statistics (``query_statistics=False``): its model normalises every batch by
+        itself, and a warning says so.
         """
         if not shares_weights(self.setup, self.method):
             raise ConfigError(
@@ -120,11 +128,9 @@ class Run:
         setup, sizes = self.setup, self.method.sizes(self.setup)
         dial = self._dial(robustness)
         found = self._width_within(_budget(max(sizes) if width is None else width, limits))
-        nets = [
-            build(setup.model, setup.structure, subnet, self._tensors(subnet))
-            for subnet in self.method.mix(setup, self.state, found)
-        ]
-        if setup.structure.matching(self.method.home) & setup.structure.statistics:
+        nets = [self._module(subnet) for subnet in self.method.mix(setup, self.state, found)]
+        if not self.method.has_statistics(setup):
+            warnings.warn(NEEDS_BATCHES, stacklevel=2)
             nets = [untracked(net) for net in nets]
         small: Any = nets[0]
         if len(self.method.mix(setup, self.state, max(sizes))) > 1:
@@ -145,13 +151,28 @@ class Run:
                 f"client {client} has no net of its own; "
                 + (f"those are {sorted(self.state.chosen)}" if self.state.chosen else "none has")
             )
-        small: Any = build(setup.model, setup.structure, subnet, self._tensors(subnet))
-        if self.method.home or client in self._kept():
-            names = {source_name(n, setup.structure, subnet): n for n in named_tensors(small)}
-            load(small, {names[n]: t for n, t in self._kept_by(client).items() if n in names})
+        small: Any = self._module(subnet)
+        names = {n: source_name(n, setup.structure, subnet) for n in named_tensors(small)}
+        own = {n: source for n, source in names.items() if source != n}
+        kept = self._kept_by(client) if self.method.home or client in self._kept() else {}
+        missing = [n for n in own if n in setup.structure.statistics and own[n] not in kept]
+        if missing:
+            raise ConfigError(
+                f"client {client} has no statistics of its own net ('{missing[0]}' is not there); "
+                "they are found when a run ends, unless query_statistics is false"
+            )
+        load(small, {n: kept[source] for n, source in own.items() if source in kept})
         small.fedquilt_example, small.fedquilt_width = setup.example, 1.0
         small.fedquilt_robustness = None
         module: nn.Module = small.eval()
+        return module
+
+    def _module(self, subnet: Subnet) -> nn.Module:
+        """A subnet of the finished model, as it was trained: with the scale of its outputs."""
+        setup = self.setup
+        module = build(setup.model, setup.structure, subnet, self._tensors(subnet))
+        if self.method.scales_outputs:
+            return fold_scale(module, setup.structure, setup.example)
         return module
 
     def _kept_by(self, client: int) -> Mapping[str, Tensor]:
@@ -204,12 +225,15 @@ class Run:
         widths: tuple[float, ...] | None = None,
         robustness: tuple[float, ...] = (),
         attack: PGD | None = None,
+        batch_statistics: bool = False,
         workers: int | None = None,
     ) -> list[SizeScore]:
         """Scores of every size, or of the given widths, on the population's test data.
 
         With ``robustness`` at each of these points of the dial; with an ``attack`` also on clients'
-        test data that was attacked, with everything known about the model (white box).
+        test data that was attacked, with everything known about the model (white box). Scores are
+        those of the models that ``customize`` gives; with ``batch_statistics`` every batch of test
+        data is normalised by itself instead, as some papers score.
         """
         people = population or self.population
         if people is None:
@@ -224,6 +248,9 @@ class Run:
         for value in robustness:
             self._dial(value)
         kept = self._kept()
+        state = self.state
+        if kept and self.folder is None and not self.method.home:
+            kept, state = {}, replace(state, chosen={})  # the shared model needs nothing of theirs
         if kept and self.folder is None:
             raise ConfigError(
                 "the clients' own models ended with the run, which was kept nowhere; its scores "
@@ -235,13 +262,14 @@ class Run:
             scores = evaluate(
                 setup,
                 self.method,
-                self.state,
+                state,
                 engine,
                 held_out=people.held_out,
                 testers=people.testers,
                 widths=widths,
                 robustness=robustness,
                 attack=attack,
+                batch_statistics=batch_statistics,
             )
         if attack is not None and all(score.robust_accuracy is None for score in scores):
             raise TrainingError(

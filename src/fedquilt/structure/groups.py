@@ -21,6 +21,7 @@ from fedquilt.structure.subnet import Subnet, prefix
 from fedquilt.structure.trace import Choices, Example, Trace, follow, named_tensors
 
 STATISTICS = ":statistics"  # running statistics of batch normalisation
+TRACKED = ":tracked"  # the same, and how many batches they were taken from
 NORMS = ":norms"  # batch normalisation: its statistics and its weights
 STEPS = ":steps"  # what the branches of blocks are multiplied by
 OUTPUTS = ":outputs"  # tensors with an axis of the classes
@@ -276,9 +277,13 @@ class Structure:
     def _meant(self, word: str) -> frozenset[str]:
         if word == STATISTICS:
             return self.statistics
-        if word == NORMS:
+        if word in (NORMS, TRACKED):
             layers = {name.rpartition(".")[0] for name in self.statistics}
-            return frozenset(name for name in self.shapes if name.rpartition(".")[0] in layers)
+            norms = frozenset(name for name in self.shapes if name.rpartition(".")[0] in layers)
+            if word == NORMS:
+                return norms
+            counts = (n for n in norms if n.rpartition(".")[2] == "num_batches_tracked")
+            return self.statistics.union(counts)
         if word == STEPS:
             return frozenset(b.step for b in self.blocks.values() if b.step)
         if word == OUTPUTS:

@@ -21,7 +21,7 @@ class Subnet:
     no part of it: not sent, not stitched. The tensors that ``own`` names are not shared with other
     subnets but belong to ``owner``: in the global model their name is ``name@owner``.
     Names in ``without`` and ``own`` may be patterns (``*.bias``) or one of the structure's sets
-    (``:statistics``, ``:norms``, ``:steps``, ``:outputs``).
+    (``:statistics``, ``:tracked``, ``:norms``, ``:steps``, ``:outputs``).
     """
 
     kept: tuple[tuple[str, int], ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,9 @@ from fedquilt.training.dualnorm import has_dial, set_robustness
 from fedquilt.training.losses import cross_entropy, label_mask
 from fedquilt.training.mixing import mixed
 from fedquilt.training.recipe import Workbench
+from fedquilt.training.scaler import scaled
 from fedquilt.training.statistics import calibrate
+from fedquilt.training.tracking import batch_statistics
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,9 @@ class Evaluate:
     ``labels`` are the client's own classes, to which "Local" accuracy restricts answers; ``part``
     of ``parts`` is the share of the data that this task looks at. With an ``attack`` hits on
     attacked inputs are counted too. Statistics that stay at home, and that the client does not have
-    for a subnet, are first taken from its training data.
+    for a subnet, are first taken from its training data. With ``batch_statistics`` every batch is
+    normalised by itself instead, as papers score nets that keep no statistics. ``scale`` is
+    HeteroFL's Scaler.
 
     Where examples have a target at every position each of these counts: ``examples`` are targets
     then, ``sequences`` what they are in, and a batch has no more than ``batch_size`` targets, if
@@ -45,6 +50,8 @@ class Evaluate:
     of: int | None = None  # whose data, if not the client's own
     robustness: tuple[float, ...] = ()
     attack: PGD | None = None
+    scale: bool = False
+    batch_statistics: bool = False
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Evaluates every point: mixes at the first robustness, then at the next."""
@@ -53,12 +60,21 @@ class Evaluate:
             return self._run(task, bench)
 
     def _run(self, task: Task, bench: Workbench) -> Update:
+        modules = [m.eval() for m in bench.modules(task.subnets, task.params, self.home)]
+        with ExitStack() as stack:
+            for module, subnet in zip(modules, task.subnets, strict=True):
+                if self.scale:
+                    stack.enter_context(scaled(module, bench.structure))
+                if self.batch_statistics:
+                    stack.enter_context(batch_statistics(module))
+                elif bench.lacks_statistics(subnet, self.home):
+                    calibrate(module, bench.examples("train", task.client), seed_of(task.seed, 1))
+            return self._count(modules, task, bench)
+
+    def _count(self, modules: Sequence[nn.Module], task: Task, bench: Workbench) -> Update:
+        """Hits and losses of the modules, ready for use."""
         examples = bench.examples(self.split, task.client if self.of is None else self.of)
         rows = self._rows(len(examples))
-        modules = [m.eval() for m in bench.modules(task.subnets, task.params, self.home)]
-        for module, subnet in zip(modules, task.subnets, strict=True):
-            if bench.lacks_statistics(subnet, self.home):
-                calibrate(module, bench.examples("train", task.client), seed_of(task.seed, 1))
         mixes = self.mixes or tuple((i,) for i in range(len(modules)))
         count = _Count()
         generator = torch.Generator().manual_seed(task.seed)

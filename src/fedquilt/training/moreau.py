@@ -15,15 +15,13 @@ from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.federation.boundary import Terms, training
-from fedquilt.federation.client import Client, Task, Update
+from fedquilt.federation.client import PERSONAL, Client, Task, Update
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.descent import Descent, Optimiser
 from fedquilt.training.dynamic import learned
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.sgd import batches
-
-OWNER = "own"  # whose tensors a client keeps its own model as
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Moreau:
 
 def personal(subnet: Subnet) -> Subnet:
     """The net of that shape all of whose tensors are the client's own, as it keeps them."""
-    return subnet.owning(OWNER, "*")
+    return subnet.shape.owning(PERSONAL, "*")
 
 
 class _Near:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.data.examples import Joined
-from fedquilt.federation.client import EVERYONE, SERVER, Task, Update
+from fedquilt.federation.client import EVERYONE, PERSONAL, SERVER, Task, Update
 from fedquilt.structure.cut import (
     Params,
     build,
@@ -21,10 +21,11 @@ from fedquilt.structure.cut import (
     source_name,
     view,
 )
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.groups import TRACKED, Structure
 from fedquilt.structure.layout import lay_out
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
+from fedquilt.training.tracking import untracked
 
 MOST_MODELS = 16  # built modules that a workbench keeps
 
@@ -50,7 +51,7 @@ class Workbench:
         self.model, self.structure = model, structure
         self._data = data
         self._joined: dict[str, ClientData] = {}  # everyone's, by split
-        self._built: OrderedDict[tuple[Subnet, int], nn.Module] = OrderedDict()
+        self._built: OrderedDict[tuple[Subnet, int, bool], nn.Module] = OrderedDict()
         self.kept: Mapping[str, Tensor] | None = None  # the state of the client at work
         self.to_keep: Mapping[str, Tensor] | None = None  # its new state, if it changed
         self.listener: Callable[[float], None] | None = None  # hears what the client tells
@@ -99,15 +100,17 @@ class Workbench:
         Tensors that match ``home`` stay on the client: they come from its state, or at first from
         the model's own initial values. What is the subnet's own comes from the client's state too,
         if that has it. Subnets of one shape take turns in one module, unless they ask for another
-        ``copy`` of it.
+        ``copy`` of it. A subnet that leaves out statistics has none: it normalises each batch by
+        itself.
         """
         shape = subnet.shape
-        module = self._module(shape, copy)
+        module = self._module(shape, copy, tracks=self._tracks(subnet, home))
         load(module, look(params, self.structure, subnet.leaving(*home)))
         left_out = self.structure.matching(subnet.without) | self.structure.matching(home)
         left_out -= self.structure.gone(subnet)
         if left_out:
             initial, where = named_tensors(self.model), cells(self.structure, shape)
+            left_out &= named_tensors(module).keys()
             load(module, {n: view(initial[n].detach(), where[n]) for n in left_out})
         if self.kept is not None and (home or subnet.own):
             names = {source_name(n, self.structure, subnet): n for n in named_tensors(module)}
@@ -115,10 +118,18 @@ class Workbench:
             load(module, {names[n]: self.kept[n] for n in mine})
         return module
 
-    def _module(self, shape: Subnet, copy: int) -> nn.Module:
-        key = (shape, copy)
+    def _tracks(self, subnet: Subnet, home: tuple[str, ...]) -> bool:
+        """Whether a subnet has statistics: shared ones, or those that stay on the client."""
+        there = home if subnet.owner != PERSONAL else (*home, *subnet.own)
+        left_out = self.structure.matching(subnet.without) - self.structure.matching(there)
+        tracked = self.structure.matching((TRACKED,))
+        return not tracked or not tracked <= left_out
+
+    def _module(self, shape: Subnet, copy: int, *, tracks: bool) -> nn.Module:
+        key = (shape, copy, tracks)
         if key not in self._built:
-            self._built[key] = build(self.model, self.structure, shape)
+            built = build(self.model, self.structure, shape)
+            self._built[key] = built if tracks else untracked(built)
             if self.structure.channels_last:
                 lay_out(self._built[key])
             if len(self._built) > MOST_MODELS:
@@ -138,14 +149,17 @@ class Workbench:
             }
 
     def lacks_statistics(self, subnet: Subnet, home: tuple[str, ...]) -> bool:
-        """Whether statistics stay on the client, nothing else does, and it has none of a subnet."""
+        """Whether statistics of a subnet stay on the client, and it has none.
+
+        They do if the net is the client's own, or if ``home`` names them and no weights.
+        """
         at_home = self.structure.matching(home)
-        if not at_home & self.structure.statistics:
-            return False
         if any(name in at_home for name, _ in self.model.named_parameters()):
             return False
+        if subnet.owner == PERSONAL:
+            at_home |= self.structure.matching(subnet.own)
         there = (self.kept or {}).keys()
-        own = self.structure.statistics - self.structure.gone(subnet)
+        own = (self.structure.statistics & at_home) - self.structure.gone(subnet)
         return any(source_name(name, self.structure, subnet) not in there for name in own)
 
     def tensors(self, module: nn.Module, subnet: Subnet, built_for: Subnet) -> dict[str, Tensor]:

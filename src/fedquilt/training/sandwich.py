@@ -20,7 +20,7 @@ from fedquilt.training.ordered import imitation
 from fedquilt.training.recipe import Workbench
 from fedquilt.training.sgd import batches
 from fedquilt.training.slimmable import added, gradients
-from fedquilt.training.statistics import untracked
+from fedquilt.training.tracking import untracked
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from fedquilt.structure.groups import Structure, following, leading
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training.recipe import Workbench
-from fedquilt.training.statistics import untracked
+from fedquilt.training.tracking import untracked
 
 Batches = Sequence[tuple[Tensor, Tensor]]
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.federation.boundary import Terms
 from fedquilt.federation.client import Client, Task, Update
-from fedquilt.structure.groups import STATISTICS
+from fedquilt.structure.groups import STATISTICS, TRACKED
+from fedquilt.structure.subnet import Subnet
+from fedquilt.training.attack import PGD, frozen
+from fedquilt.training.dualnorm import with_path
 from fedquilt.training.recipe import Workbench
+from fedquilt.training.scaler import scaled
 from fedquilt.training.sgd import batches
+from fedquilt.training.tracking import batch_statistics, cumulative
 
 ONLY_STATISTICS = ("*", f"!{STATISTICS}")  # as a subnet's ``without``
 
@@ -28,11 +30,16 @@ class Statistics:
 
     Every batch is normalised by itself, as in training, so what comes back does not depend on the
     statistics sent. Weighted by batches, the mean over clients is what one pass over all of
-    their batches, one after another, would accumulate.
+    their batches, one after another, would accumulate. ``scale`` is HeteroFL's Scaler. With
+    ``personal`` the last subnet is the client's own: its statistics stay on the client. With an
+    ``attack`` the noise halves of dual normalisation see every batch attacked, as in training.
     """
 
     batch_size: int
     epochs: int = 1  # passes over the data, shuffled anew each time
+    scale: bool = False
+    personal: bool = False
+    attack: PGD | None = None
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Statistics of each subnet of the task."""
@@ -43,21 +50,44 @@ class Statistics:
             for _ in range(self.epochs)
             for some in batches(len(examples), self.batch_size, generator)
         ]
-        sent, found = [], []
-        for subnet in task.subnets:
+        sent, found, shared = [], [], self._shared(task)
+        for subnet in shared:
             module = bench.module(subnet, task.params)
-            with torch.no_grad(), cumulative(module):
-                for some in rows:
-                    module(examples.batch(some)[0])
+            self._accumulate(module, examples, rows, bench)
             only = replace(subnet, without=ONLY_STATISTICS)
             sent.append(only)
             found.append(bench.tensors(module, only, subnet))
+        for own in task.subnets[len(shared) :]:
+            module = bench.module(own, task.params, (TRACKED,))
+            self._accumulate(module, examples, rows, bench)
+            bench.keep(module, own, (TRACKED,))
         return Update(task.client, tuple(sent), tuple(found), float(len(rows)), {})
 
     def terms(self, task: Task, client: Client) -> Terms:
         """What its answer may be; it weighs by batches."""
         batches_each = math.ceil(client.num_examples / self.batch_size)
-        return Terms(task.subnets, float(self.epochs * batches_each), {})
+        return Terms(self._shared(task), float(self.epochs * batches_each), {})
+
+    def _shared(self, task: Task) -> tuple[Subnet, ...]:
+        """The subnets whose statistics are sent."""
+        return task.subnets[: len(task.subnets) - self.personal]
+
+    def _accumulate(
+        self, module: nn.Module, examples: ClientData, rows: list[Tensor], bench: Workbench
+    ) -> None:
+        scale = scaled(module, bench.structure) if self.scale else nullcontext()
+        attack = None if self.attack is None else self.attack.on(examples)
+        generator = torch.Generator().manual_seed(0)  # where attacks start
+        with torch.no_grad(), cumulative(module), scale:
+            for some in rows:
+                x, y = examples.batch(some)
+                with with_path(module, 0.0):
+                    module(x)
+                if attack is not None:
+                    with with_path(module, 1.0):
+                        with batch_statistics(module), frozen(module):
+                            near = attack.perturbed(module, x, y, generator)
+                        module(near)
 
 
 ENOUGH = 1024  # examples, to know means and variances
@@ -72,30 +102,3 @@ def calibrate(module: nn.Module, examples: ClientData, seed: int, batch_size: in
         for some in rows.tensor_split(parts):
             module(examples.batch(some)[0])
     module.eval()
-
-
-@contextmanager
-def cumulative(module: nn.Module) -> Iterator[None]:
-    """Normalisation layers in training mode that average their statistics over all batches."""
-    layers = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    before = [layer.momentum for layer in layers]
-    module.eval()
-    for layer in layers:
-        layer.reset_running_stats()
-        layer.momentum = None
-        layer.train()
-    try:
-        yield
-    finally:
-        for layer, momentum in zip(layers, before, strict=True):
-            layer.momentum = momentum
-
-
-def untracked(model: nn.Module) -> nn.Module:
-    """A copy of a model whose batch normalisation keeps no statistics: each batch has its own."""
-    changed = copy.deepcopy(model)
-    for layer in changed.modules():
-        if isinstance(layer, _BatchNorm):
-            layer.track_running_stats = False
-            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
-    return changed

@@ -10,7 +10,7 @@ sparsity_up, sparsity_down, μ -> magnitude.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -43,14 +43,19 @@ class TernarySGD:
     round: int
     sparsity_up: float
     sparsity_down: float
+    whole: Subnet = field(default_factory=Subnet)  # the net, as it is trained
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Catches up with the server, trains, and keeps what the code does not say."""
         kept = bench.kept or {}
-        start = task.params if task.subnets else self.caught_up(task.params, kept)
+        start: Params | None
+        if task.subnets:
+            start = {name: task.params[name] for name in bench.structure.names(self.whole)}
+        else:
+            start = self.caught_up(task.params, kept)
         if start is None:
             return Update(task.client, (), (), 0.0, {})
-        whole = (Subnet(),)
+        whole = (self.whole,)
         update = self.sgd.run(replace(task, subnets=whole, params=start), bench)
         bench.own = (whole, update.params)
         old, new = flattened(start), flattened(update.params[0])
@@ -69,7 +74,7 @@ class TernarySGD:
 
     def terms(self, task: Task, client: Client) -> Terms:
         """What its answer may be: a code of the whole net, or nothing."""
-        return replace(self.sgd.terms(task, client), subnets=(Subnet(),), may_be_empty=True)
+        return replace(self.sgd.terms(task, client), subnets=(self.whole,), may_be_empty=True)
 
     def caught_up(self, codes: Params, kept: Mapping[str, Tensor]) -> Params | None:
         """The server's weights, from the client's copy and codes; None if it cannot know them."""

@@ -37,6 +37,7 @@ class Tested:
     """
 
     recipe: Recipe
+    scale: bool = False  # HeteroFL's Scaler, if the other recipe trains with it
 
     def run(self, task: Task, bench: Workbench) -> Update:
         """Does the work, and adds to its metrics how well the client's model answers."""
@@ -44,7 +45,7 @@ class Tested:
         own = bench.own or (update.subnets, update.params)
         before = bench.kept
         try:
-            found = _counts(task, bench, *own)
+            found = _counts(task, bench, *own, scale=self.scale)
         except ValueError:  # PyTorch's, of a single example
             found = {}
         finally:
@@ -62,7 +63,12 @@ class Tested:
 
 
 def _counts(
-    task: Task, bench: Workbench, subnets: Sequence[Subnet], params: Sequence[Params]
+    task: Task,
+    bench: Workbench,
+    subnets: Sequence[Subnet],
+    params: Sequence[Params],
+    *,
+    scale: bool,
 ) -> dict[str, float]:
     """Right answers on the client's test data; nothing if it has no model of its own."""
     kept = (bench.kept if bench.to_keep is None else bench.to_keep) or {}
@@ -72,7 +78,7 @@ def _counts(
     tested = tuple(subnet for subnet, _ in nets)
     home = frozenset[str]().union(*(bench.structure.matching(s.without) for s in tested))
     bench.kept = {name: t for name, t in kept.items() if name.partition("@")[0] in home}
-    recipe = Evaluate(mixes=(tuple(range(len(nets))),), home=tuple(sorted(home)))
+    recipe = Evaluate((tuple(range(len(nets))),), home=tuple(sorted(home)), scale=scale)
     task = replace(task, subnets=tested, params=Parts(*zip(*nets, strict=True)), recipe=recipe)
     with _as_before(bench.modules(task.subnets, task.params, recipe.home)):
         found = recipe.run(task, bench).metrics
