@@ -1,3 +1,4 @@
+import copy
 import json
 import subprocess
 import sys
@@ -241,3 +242,58 @@ def test_a_net_that_draws_in_use_is_compared_on_the_same_draws(tmp_path, ending)
     torch.set_rng_state(state)
     assert export(net, tmp_path / f"a.{ending}", torch.zeros(2, 4)).is_file()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("ending", ["safetensors", "pt2"])
+def test_weights_of_other_precisions_are_exported_as_they_are(small, tmp_path, dtype, ending):
+    other = copy.deepcopy(small).to(dtype)
+    path = export(other, tmp_path / f"other.{ending}", EXAMPLE.to(dtype))
+    if ending == "safetensors":
+        with safe_open(path, framework="pt") as file:
+            assert file.get_tensor("0.weight").dtype == dtype
+    else:
+        assert torch.export.load(path).module()(EXAMPLE.to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_precision_that_onnxruntime_cannot_read_back_is_refused(small, tmp_path, dtype):
+    other, path = copy.deepcopy(small).to(dtype), tmp_path / "other.onnx"
+    with pytest.raises(FedquiltError, match=rf"weights of {dtype}: export a copy in .float\(\)$"):
+        export(other, path, EXAMPLE.to(dtype))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_half_precision_goes_to_onnx(small, tmp_path):
+    path = export(copy.deepcopy(small).half(), tmp_path / "half.onnx", EXAMPLE.half())
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].type == "tensor(float16)"
+
+
+class Padded(nn.Module):
+    """PyTorch's own encoder, which in use takes a fast path around padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+        self.embed, self.encoder = nn.Embedding(10, 8), nn.TransformerEncoder(layer, 2)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.out(self.encoder(self.embed(x), src_key_padding_mask=x == 0).mean(1))
+
+
+@pytest.mark.parametrize("ending", ["onnx", "pt2"])
+def test_pytorchs_own_encoder_is_exported_without_its_fast_path(tmp_path, ending):
+    torch.manual_seed(0)
+    net = Padded().eval()
+    tokens = torch.tensor([[3, 1, 4, 0, 0], [2, 6, 5, 3, 5]])
+    path = export(net, tmp_path / f"encoder.{ending}", tokens)
+    assert torch.backends.mha.get_fastpath_enabled()
+    if ending == "onnx":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        (answer,) = session.run(None, {session.get_inputs()[0].name: tokens.numpy()})
+    else:
+        answer = torch.export.load(path).module()(tokens).detach()
+    slow = net(tokens).detach()  # with gradients there is no other path
+    torch.testing.assert_close(torch.as_tensor(answer), slow, atol=1e-5, rtol=1e-4)

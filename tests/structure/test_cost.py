@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from fedquilt.errors import BudgetError
 from fedquilt.models import make
 from fedquilt.models.adds import TextLSTM
 from fedquilt.structure.budget import Budget, fit
-from fedquilt.structure.cost import Ledger, _Asked, _cost, _even_groups, cost
+from fedquilt.structure.cost import Ledger, _Asked, _cost, _even_groups, cost, macs_by_layer
 from fedquilt.structure.cut import build
 from fedquilt.structure.groups import STATISTICS, Group, Span, Structure
 from fedquilt.structure.trace import named_tensors
@@ -224,3 +224,26 @@ def test_channels_that_an_axis_has_more_often_than_others_have_their_own_price()
     groups = {"h": Group("h", 3), "k": Group("k", 2)}
     structure = Structure(groups, axes, {"a": (3, 2), "b": (4, 5)})
     assert _even_groups(structure) == {"k"}
+
+
+class Latent(nn.Module):
+    """Queries that are parameters, laid over the batch on their way into a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 4, 8))
+        self.ask, self.key, self.out = nn.Linear(8, 8), nn.Linear(3, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = self.ask(self.queries.expand(len(x), -1, -1)), self.key(x)
+        return self.out(((query @ key.transpose(1, 2)).softmax(-1) @ key).mean(1))
+
+
+def test_parameters_that_are_expanded_into_a_layer_are_counted():
+    model, example = Latent(), torch.zeros(2, 6, 3)
+    structure = Structure.trace(model, example)
+    found = cost(model, structure, structure.subnet(), example)
+    attention = 2 * 4 * 6 * 8
+    assert found.macs == 4 * 8 * 8 + 6 * 3 * 8 + attention + 8 * 5
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert macs_by_layer(model, structure, example)["ask"] == 4 * 8 * 8

@@ -7,8 +7,8 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedquilt.customize.family import Family
 from fedquilt.customize.mixture import Mixture
 from fedquilt.errors import ConfigError, FedquiltError, unknown
-from fedquilt.structure.trace import Example, arguments, call_with, named_tensors
+from fedquilt.structure.trace import Example, arguments, call_with, named_tensors, plain_kernels
 
 TOLERANCE = 1e-4  # of the largest output
 
@@ -53,13 +53,15 @@ def export(
     part = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # without PyTorch's fast path for transformers, which no exporter knows
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), plain_kernels():
             trials = _trials(whole, example)
             fewer = tuple(_first(x, 2) for x in trials[0][0])  # files take any number of examples
-            answer = _written(path, lambda: writer(whole, part, fewer, dict(about or {})))
-            for inputs, expected in trials:
-                torch.default_generator.manual_seed(0)  # a net may draw in use, such as a mask
-                _compare(path, answer(*inputs), expected)
+            with _explained(path, model):
+                answer = writer(whole, part, fewer, dict(about or {}))
+                for inputs, expected in trials:
+                    torch.default_generator.manual_seed(0)  # a net may draw in use, such as a mask
+                    _compare(path, answer(*inputs), expected)
         part.chmod(0o644)
         part.replace(path)
     except OSError as problem:
@@ -79,7 +81,7 @@ def _trials(model: nn.Module, example: Example) -> list[tuple[tuple[Any, ...], T
         if not isinstance(x, Tensor):
             return x
         some = x[:1].expand(3, *x.shape[1:]).contiguous()
-        return torch.randn(some.shape, generator=generator) if x.is_floating_point() else some
+        return torch.randn(some.shape, generator=generator).to(x) if x.is_floating_point() else some
 
     inputs = tuple(drawn(x) for x in arguments(example))
     torch.default_generator.manual_seed(0)
@@ -100,7 +102,8 @@ def _remembered(model: nn.Module) -> Example:
 
 def _compare(path: Path, found: Tensor, expected: Tensor) -> None:
     error = (found - expected).abs().max().item()
-    if not error <= TOLERANCE * max(expected.abs().max().item(), 1.0):
+    tolerance = max(TOLERANCE, 8 * torch.finfo(expected.dtype).eps)
+    if not error <= tolerance * max(expected.abs().max().item(), 1.0):
         raise FedquiltError(
             f"{path} was not written: read back, it gives other outputs than the model "
             f"(by {error:.2g})"
@@ -111,14 +114,21 @@ Answer = Callable[..., Tensor]  # what the written file says
 Writer = Callable[[nn.Module, Path, tuple[Any, ...], dict[str, Any]], Answer]
 
 
-def _written(path: Path, write: Callable[[], Answer]) -> Answer:
+@contextmanager
+def _explained(path: Path, model: nn.Module) -> Iterator[None]:
+    """Errors of exporters, and of what reads their files again, as a sentence: they fill pages."""
     try:
-        return write()
-    except RuntimeError as problem:  # the exporters' own errors, with pages of explanation
+        yield
+    except (FedquiltError, OSError):
+        raise
+    except Exception as problem:  # onnxruntime's have no class in common
         reason = str(problem.__cause__ or problem).strip().partition("\n")[0]
+        kinds = {t.dtype for t in named_tensors(model).values() if t.is_floating_point()}
+        odd = sorted(str(kind) for kind in kinds - {torch.float32})
+        remedy = f"; it has weights of {odd[0]}: export a copy in .float()" if odd else ""
         raise FedquiltError(
             f"{path} was not written: the model cannot be exported for any number of examples "
-            f"({reason})"
+            f"({reason}){remedy}"
         ) from problem
 
 

@@ -16,6 +16,7 @@ from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
 from fedquilt.ranges import Count, check_value
 from fedquilt.structure.computed import detach_computed
+from fedquilt.structure.supported import require_supported
 from fedquilt.structure.trace import Example, arguments
 from fedquilt.training.initial import find_given_value
 
@@ -47,6 +48,7 @@ def check_start(model: nn.Module, example: Example, population: Population, roun
     if not isinstance(model, nn.Module):
         raise ConfigError(f"a model is an nn.Module, got {type(model).__name__}")
     check_clients(population)
+    require_supported(model)
     detach_computed(model)
     _check_trainable(model)
     inputs, labels = _first_batch(population)

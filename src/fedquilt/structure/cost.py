@@ -11,7 +11,8 @@ import math
 import weakref
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -330,11 +331,24 @@ def _counted(small: nn.Module, example: Example) -> FlopCounterMode:
 
     def look(net: nn.Module, inputs: tuple[Any, ...]) -> FlopCounterMode:
         counter = FlopCounterMode(display=False)
-        with torch.no_grad(), plain_kernels(), counter:
+        with torch.no_grad(), plain_kernels(), _frozen(net), counter:
             net.eval()(*inputs)
         return counter
 
     return _seen(look, small, example, 2)
+
+
+@contextmanager
+def _frozen(net: nn.Module) -> Iterator[None]:
+    """No parameter asks for gradients: PyTorch's counter looks for the graph of those that do."""
+    learned = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    try:
+        for parameter in learned:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in learned:
+            parameter.requires_grad_(True)
 
 
 def _peak(small: nn.Module, example: Example, batch_size: int) -> int:

@@ -18,6 +18,7 @@ from fedquilt.structure.blocks import Block, first_of_each_stage, with_steps
 from fedquilt.structure.channels import FROZEN, Labels
 from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.subnet import Subnet, prefix
+from fedquilt.structure.supported import require_supported
 from fedquilt.structure.trace import Choices, Example, Trace, follow, named_tensors
 
 STATISTICS = ":statistics"  # running statistics of batch normalisation
@@ -111,6 +112,7 @@ class Structure:
         """
         from fedquilt.structure.check import traced_and_checked, with_blocks
 
+        require_supported(model)
         detach_computed(model)
         structure = traced_and_checked(model, example, tuple(exclude), tuple(keep_numbers))
         return with_blocks(model, structure, example, blocks)
@@ -137,6 +139,7 @@ class Structure:
         >>> Structure.declare(net, axes).groups["h"]
         Group(name='h', size=8, is_cut=True)
         """
+        require_supported(model)
         detach_computed(model)
         structure = _declared(model, axes, sizes or {}, classes)
         if example is not None:
