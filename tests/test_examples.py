@@ -38,6 +38,8 @@ def test_experiment_is_complete(path):
     assert f"fedquilt train experiments/{path.name}" in path.read_text()
     for setting in ("seed", "rounds", "optimiser"):
         assert setting in config.model_fields_set
+    chosen = (config.optimiser.epochs, config.method.fraction, config.data.budgets)
+    assert None not in chosen  # no default of a method decides what a paper has
 
 
 def test_there_are_examples_and_experiments():
