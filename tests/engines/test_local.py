@@ -450,3 +450,21 @@ def test_long_messages_go_another_way_and_leave_no_files(engine, undisturbed, pl
     assert bits(list(made.run(tasks(Drift())))) == undisturbed
     next(made.run(tasks(Drift())))
     assert [p.name for p in places[0].glob("fedquilt-*/*")] == ["lock"]
+
+
+def test_folders_of_engines_killed_as_they_began_are_removed_in_time(engine, places):
+    """A moment later they would have been locked, so that only old ones are known to be left."""
+    new, old = (places[0] / name for name in (".fedquilt-new", ".fedquilt-old"))
+    for folder in (new, old):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    engine(0).close()
+    assert new.is_dir()
+    assert not old.exists()
+
+
+def test_a_worker_whose_sign_of_life_was_tidied_away_goes_on(engine, undisturbed, places):
+    made = engine(2, timeouts=QUICK)
+    for path in places[1].glob("fedquilt-*/pulse-*"):
+        path.unlink()
+    assert bits(list(made.run(tasks(Drift())))) == undisturbed

@@ -21,6 +21,7 @@ from fedquilt.report.records import final_scores, last_local, local_tests, miles
 from fedquilt.report.stories import _evaluated
 from fedquilt.runs.checkpoint import Checkpoint, load, save
 from fedquilt.runs.loop import CheckpointDamaged, RoundDone
+from fedquilt.runs.records import Records
 
 STEPS = fq.Optimiser(lr=0.05, epochs=1, batch_size=4)
 METHOD = fq.lg_fedavg(STEPS, fraction=1.0)  # clients keep something
@@ -219,6 +220,30 @@ def test_an_evaluation_of_another_shape_is_refused_in_a_sentence(tmp_path, text)
     (tmp_path / "evaluation.json").write_text(text)
     with pytest.raises(DamageError, match=r"evaluation\.json is damaged"):
         _evaluated(tmp_path)
+
+
+# records of a run that was stopped
+
+
+@pytest.mark.parametrize("number", range(1, 12))
+def test_a_run_stopped_right_behind_a_record_ends_with_the_same_files(
+    train, tree, half_done, run, tmp_path, monkeypatch, number
+):
+    """Records of rounds and evaluations are written before what they are about is saved."""
+    add, out, left = Records.add, tmp_path / "stopped", [number]
+
+    def stop(self, *record):
+        add(self, *record)
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Records, "add", stop)
+        with contextlib.suppress(KeyboardInterrupt):
+            train(out, rounds=7, method=METHOD)
+    train(out, rounds=7, method=METHOD, resume=True)
+    assert tree(out) == tree(half_done / "whole")
 
 
 # one writer

@@ -208,7 +208,7 @@ class Worker:
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, self._timeouts.beat), now
-        before, self._seen = self._seen, self._pulse.stat().st_mtime_ns
+        before, self._seen = self._seen, self._last_beat()
         self._silent = 0.0 if self._seen != before else self._silent + passed
         self._spent += passed
         heartbeat, deadline = self._timeouts.heartbeat, self._timeouts.deadline
@@ -221,6 +221,12 @@ class Worker:
         if deadline is not None and self._spent >= deadline:
             return Hung(f"its work was not done within {deadline:g} seconds", is_late=True)
         return None
+
+    def _last_beat(self) -> int:
+        try:
+            return self._pulse.stat().st_mtime_ns
+        except OSError:  # somebody tidied up, and the next beat brings the file back
+            return self._seen
 
     def replace(self, bench: Workbench) -> int | None:
         """A fresh process in place of this one; the old one's exit code."""
@@ -296,7 +302,7 @@ def _show_life(pulse: Path, beat: float) -> None:
     rest = threading.Event()
     with contextlib.suppress(OSError):  # the folder is gone, and the server with it
         while not rest.wait(beat):
-            os.utime(pulse)
+            pulse.touch()
 
 
 def _say(pipe: Connection, what: Answer | Word, order: Order) -> None:

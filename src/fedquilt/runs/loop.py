@@ -364,7 +364,7 @@ class Loop:
             return
         try:  # what the checkpoint names is on the disk before it is
             self._kept.sync(done.kept)
-            done = replace(done, origins=self.origins, records=self._records.mark())
+            done = replace(done, origins=self.origins, records=self._records.mark(done.state.round))
         except OSError as problem:
             raise CheckpointError(
                 f"what belongs to round {done.state.round} could not be written to {self.folder} "
@@ -394,7 +394,7 @@ class Loop:
                 restored = checkpoint.load(path, self.fingerprint)
                 refuse_other_rounds(restored.state, self.method, self.setup)
                 self.engine.restore(restored.kept)
-                is_evaluated = self._records.cut_back(restored.records)
+                is_evaluated = self._records.cut_back(restored.records, restored.state.round)
             except DamageError as problem:
                 damaged[path] = problem
                 continue
@@ -407,7 +407,7 @@ class Loop:
             raise CheckpointError(
                 f"{newest}; no earlier checkpoint can be used: start the run anew"
             ) from newest
-        self._records.cut_back(None)
+        self._records.cut_back()
         return self._started(), False  # stopped before the first checkpoint
 
     def _forget_damaged(self, damaged: Mapping[Path, DamageError], restored: Checkpoint) -> None:

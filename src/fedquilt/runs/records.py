@@ -25,7 +25,7 @@ class Records:
         self._folder = folder
         self._metrics, self._timing = folder / METRICS, folder / TIMING
         self._hash, self._size = hashlib.sha256(), 0
-        self._mark = self._here()
+        self._marks = {0: self._here()}  # by round, of the last two
 
     def add(self, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
         """Appends a record of a round, or of an evaluation after it, and what it took."""
@@ -43,20 +43,24 @@ class Records:
         self._hash.update(line)
         self._size += len(line)
         if "scores" not in record:
-            self._mark = self._here()
+            *_, last = self._marks.items()
+            self._marks = dict([last, (record["round"], self._here())])
 
-    def mark(self) -> Mark:
-        """The records up to that of the last round, all of which are on the disk now."""
+    def mark(self, round: int) -> Mark:
+        """The records up to that of the round, which is one of the last two; they are on the disk.
+
+        What was stopped between two rounds may have a record of the later one already.
+        """
         for path in (self._metrics, self._timing):
             if path.exists():
                 sync(path)
-        return self._mark
+        return self._marks[round]
 
     def _here(self) -> Mark:
         return {"bytes": self._size, "sha256": self._hash.hexdigest()}
 
-    def cut_back(self, mark: Mark | None) -> bool:
-        """Forgets records behind a mark, but for an evaluation; whether there was one.
+    def cut_back(self, mark: Mark | None = None, round: int = 0) -> bool:
+        """Forgets records behind a round's mark, but for its evaluation; whether there was one.
 
         Without a mark all is forgotten. Raises a DamageError, before anything is changed, if the
         records are not those that were marked. Records that are gone are not missed.
@@ -68,7 +72,7 @@ class Records:
             line += end
             is_evaluated = mark is not None and _is_evaluation(line) and self._is_known(line)
             self._hash, self._size = hashlib.sha256(kept), len(kept)
-            self._mark = self._here()
+            self._marks = {round: self._here()}
             if is_evaluated:
                 kept += line
                 self._hash.update(line)
