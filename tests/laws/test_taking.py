@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
 from tests.laws import conftest
@@ -193,3 +195,22 @@ def test_scores_are_those_of_the_models_that_are_taken_away(run):
         hits = (model(held_out.inputs).argmax(1) == held_out.labels).float().mean()
         assert score.accuracy == pytest.approx(float(hits))
         assert not score.batch_statistics
+
+
+EXPORTED = ("adds", "apfl", "feddrop", "heterofl", "sheterofl", "splitmix", "stc")
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_exported_model_answers_one_example_as_it_answers_many(name, tmp_path):
+    torch.manual_seed(0)
+    model, method = Net("batch"), METHODS[name]
+    run = fq.train(model, torch.zeros(2, 1, 6, 6), method, population(), 1, workers=0)
+    path = fq.export(run.customize(), tmp_path / "net.onnx")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    feed = session.get_inputs()[0].name
+    x = images()
+    many = session.run(None, {feed: x.numpy()})[0]
+    alone = [session.run(None, {feed: x[i : i + 1].numpy()})[0][0] for i in range(len(x))]
+    torch.testing.assert_close(torch.tensor(np.stack(alone)), torch.tensor(many))
+    with torch.no_grad():
+        torch.testing.assert_close(run.customize()(x), torch.tensor(many), rtol=1e-4, atol=1e-4)

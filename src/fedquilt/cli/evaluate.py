@@ -38,6 +38,14 @@ def evaluate(
         str | None, typer.Option(help="The most that an attack changes a pixel; default 8/255.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of the attack; default 7.")] = None,
+    batch_statistics: Annotated[
+        bool,
+        typer.Option(
+            "--batch-statistics",
+            help="Normalise every batch of test data by itself, as some papers score; the order of "
+            "the data then matters.",
+        ),
+    ] = False,
     data: Annotated[
         str | None, typer.Option(help="Other data than the run's: a set, .npz or folder.")
     ] = None,
@@ -58,9 +66,14 @@ def evaluate(
             "measure it on, or open it there with fedquilt.open_run"
         )
     scores = run.evaluate(
-        population, widths=sizes, robustness=dials, attack=attacker, workers=workers
+        population,
+        widths=sizes,
+        robustness=dials,
+        attack=attacker,
+        batch_statistics=batch_statistics,
+        workers=workers,
     )
-    if attacker is not None and data is None:
+    if attacker is not None and data is None and not batch_statistics:
         _remember_evaluation(run, scores)
     show_scores(run, scores, as_json=as_json)
 

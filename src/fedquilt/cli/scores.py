@@ -17,6 +17,11 @@ from fedquilt.report import tables
 from fedquilt.report.records import traffic
 from fedquilt.runs.run import Run
 
+BATCH_STATISTICS = (
+    "Every batch of test data was normalised by itself: these are not the scores of a model that "
+    "answers one example at a time."
+)
+
 
 def show_scores(run: Run, scores: Sequence[SizeScore], *, as_json: bool) -> None:
     """As a table, or as one JSON document."""
@@ -31,6 +36,8 @@ def _print_scores(run: Run, scores: Sequence[SizeScore], console: Console) -> No
     console.print(tables.sizes(rows))
     columns, kind = tables.shown_columns(rows), run.method.size_kind
     say(console, *tables.legend(columns, kind, describe_accuracy(run.setup, run.method)))
+    if any(score.batch_statistics for score in scores):
+        say(console, BATCH_STATISTICS)
     if any(row["group_accuracy"] for row in rows):
         say(console, "User accuracy in each domain:")
         console.print(tables.domains(rows))

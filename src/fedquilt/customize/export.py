@@ -21,6 +21,7 @@ from fedquilt.customize.family import Family
 from fedquilt.customize.mixture import Mixture
 from fedquilt.errors import ConfigError, FedquiltError, unknown
 from fedquilt.structure.trace import Example, arguments, call_with, named_tensors, plain_kernels
+from fedquilt.training.scaler import has_hooked_scale
 
 TOLERANCE = 1e-4  # of the largest output
 
@@ -135,6 +136,11 @@ def _explained(path: Path, model: nn.Module) -> Iterator[None]:
 def _safetensors(
     model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str, Any]
 ) -> Answer:
+    if has_hooked_scale(model):
+        raise ConfigError(
+            "the weights alone are not this model: outputs of its layers are scaled, by a factor "
+            "that its tied or computed weights cannot hold; write it to .onnx or .pt2"
+        )
     tensors = {n: t.detach().contiguous() for n, t in named_tensors(model).items()}
     save_file(tensors, path, metadata={"fedquilt": json.dumps(about, sort_keys=True)})
     with safe_open(path, framework="pt") as file:

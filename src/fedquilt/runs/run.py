@@ -584,11 +584,25 @@ def open_run(
     if any(expected.get(n.partition("@")[0]) != found.params.shape(n) for n in found.params):
         raise _of_another_model(folder)
     state = State(setup.rounds, "", found.params, chosen=_chosen(found.about, folder))
+    _refuse_missing_statistics(folder, setup, method, state)
     try:
         scores = final_scores(folder, num_rounds(method, setup))
     except DamageError:  # the model is whole all the same
         scores = ()
     return Run(setup, method, state, scores, clients, folder, found.about, whole)
+
+
+def _refuse_missing_statistics(folder: Path, setup: Setup, method: Method, state: State) -> None:
+    """Refuses runs of earlier versions whose models needed batches: they have no statistics."""
+    if not (method.has_statistics(setup) and shares_weights(setup, method)):
+        return
+    for subnet in method.mix(setup, state, max(method.sizes(setup))):
+        for name in setup.structure.statistics - setup.structure.gone(subnet):
+            if not {name, source_name(name, setup.structure, subnet)} & state.params.keys():
+                raise CheckpointError(
+                    f"{folder} was trained by a version that kept no statistics ('{name}' is not "
+                    "there), so that its model cannot answer one example; train it again"
+                )
 
 
 def _chosen(about: Mapping[str, Any], folder: Path) -> dict[int, Subnet]:
