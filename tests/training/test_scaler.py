@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from fedquilt.federation.client import Task
 from fedquilt.structure.cut import build
 from fedquilt.structure.groups import Structure
 from fedquilt.training.descent import Optimiser
-from fedquilt.training.scaler import fold_scale, has_hooked_scale, scaled
+from fedquilt.training.scaler import fold_scale, has_hooked_scale, output_rates, scaled
 from fedquilt.training.sgd import SGD
 
 
@@ -105,6 +107,12 @@ def sequence(second: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), second, nn.ReLU(), nn.Linear(8, 4))
 
 
+def by_a_hook(normalise: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its older kind
+        return sequence(normalise(nn.Linear(8, 8)))
+
+
 FLOATS = torch.zeros(2, 5)
 NETS = {
     "plain": (lambda: sequence(nn.Linear(8, 8)), FLOATS, True),
@@ -114,6 +122,8 @@ NETS = {
         FLOATS,
         False,
     ),
+    "weight norm by a hook": (lambda: by_a_hook(nn.utils.weight_norm), FLOATS, False),
+    "spectral norm by a hook": (lambda: by_a_hook(nn.utils.spectral_norm), FLOATS, False),
     "tied": (Tied, torch.tensor([[1, 2, 6]]), False),
     "functional": (Functional, FLOATS, False),
     "attention": (Attention, FLOATS, True),
@@ -140,6 +150,17 @@ def test_a_folded_module_answers_by_itself_as_it_did_scaled(name):
         bare = build(whole, structure, structure.subnet(0.5)).eval()
         bare.load_state_dict(folded.state_dict())
         torch.testing.assert_close(bare(x), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in NETS if "spectral" in name])
+def test_looking_for_shares_does_not_move_singular_vectors(name):
+    make, example, _ = NETS[name]
+    whole = make()
+    structure = Structure.trace(whole, example)
+    module = build(whole, structure, structure.subnet(0.5)).train()
+    before = {n: t.clone() for n, t in module.state_dict().items()}
+    assert len(output_rates(module, structure)) == 2
+    assert all(torch.equal(tensor, before[n]) for n, tensor in module.state_dict().items())
 
 
 def test_nothing_stays_on_the_module_even_after_a_failure(net, structure, params):

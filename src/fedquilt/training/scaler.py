@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from fedquilt.structure.computed import stored_weight
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.trace import Example, arguments, named_tensors
 
@@ -59,8 +60,8 @@ def output_rates(module: nn.Module, structure: Structure) -> dict[nn.Module, flo
     rates = {}
     for layer in module.modules():
         axis = _output_axis(layer)
-        stored = None if axis is None else _stored_weight(layer, names)
-        if axis is not None and stored is not None:
+        stored = None if axis is None else stored_weight(layer)
+        if axis is not None and stored is not None and id(stored) in names:
             rate = stored.shape[axis] / whole[names[id(stored)]][axis]
             if rate < 1:
                 rates[layer] = rate
@@ -73,20 +74,6 @@ def _output_axis(layer: nn.Module) -> int | None:
     if isinstance(layer, (_ConvNd, nn.Linear)):
         return 0
     return None
-
-
-def _stored_weight(layer: Any, names: dict[int, str]) -> Tensor | None:
-    """The tensor that a layer's weight is kept as.
-
-    That is the weight itself, or where it is computed anew in every call (weight and spectral
-    normalisation) the parameter of the same shape that it is computed from.
-    """
-    weight = layer.weight
-    if not isinstance(weight, Tensor):
-        return None
-    candidates = (weight, *layer.parameters())
-    alike = (t for t in candidates if id(t) in names and t.shape == weight.shape)
-    return next(alike, None)
 
 
 @torch.no_grad()
