@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import numpy as np
@@ -17,7 +18,7 @@ from fedquilt.structure.cut import build, take
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.sgd import batches
 from fedquilt.training.statistics import ENOUGH, Statistics, calibrate
-from fedquilt.training.tracking import untracked
+from fedquilt.training.tracking import batch_statistics, cumulative, needs_batches, untracked
 
 
 def queried(structure, bench, params, widths, batch_size=4):
@@ -187,3 +188,28 @@ def test_calibration_forgets_what_was_known_and_leaves_all_else():
     assert all(t.equal(weights[n]) and t.grad is None for n, t in net.named_parameters())
     assert [net[1].momentum, net[5].momentum] == [0.3, 0.1]
     assert not any(m.training for m in (*net.modules(), *other.modules()))
+
+
+def test_instance_normalisation_that_tracks_is_averaged_over_batches_too():
+    layer = nn.InstanceNorm1d(2, track_running_stats=True)
+    batches = [torch.randn(4, 2, 9) + 3 * i for i in range(3)]
+    with torch.no_grad(), cumulative(layer):
+        for x in batches:
+            layer(x)
+    expected = torch.stack([x.mean((0, 2)) for x in batches]).mean(0)
+    torch.testing.assert_close(layer.running_mean, expected)
+    assert layer.momentum == 0.1
+
+
+@torch.no_grad()
+def test_batch_statistics_are_used_within_and_stored_ones_are_as_before(net):
+    model, x = copy.deepcopy(net).eval(), torch.randn(6, 1, 5, 5)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    stored = model(x)
+    assert not needs_batches(model)
+    with batch_statistics(model):
+        assert needs_batches(model)
+        torch.testing.assert_close(model(x), untracked(model)(x))
+        assert not torch.allclose(model(x), stored)
+    assert model(x).equal(stored)
+    assert all(t.equal(before[n]) for n, t in model.state_dict().items())

@@ -59,14 +59,15 @@ from fedquilt.training.dualnorm import (
 )
 from fedquilt.training.plain import as_plain
 from fedquilt.training.scaler import fold_scale
-from fedquilt.training.tracking import untracked
+from fedquilt.training.tracking import needs_batches, untracked
 
 CLIENTS_FILE = "clients.json"  # who takes part, where clients are nodes
 FIRST_FILES = ("config.toml", "lock", CLIENTS_FILE)  # that there may be before there is a run
 TRAINING = ("optimiser", "fraction")  # settings of methods that a finished model does not need
 NEEDS_BATCHES = (
-    "this model normalises every batch by itself, because clients were not asked for statistics "
-    "(query_statistics=False); its answer to an example depends on the others in the batch"
+    "this model normalises every batch by itself, so that its answer to an example depends on the "
+    "others in the batch; train with query_statistics (the default), and with layers whose "
+    "track_running_stats is true"
 )
 MakeEngine = Callable[[Setup, Population, Path | None], Engine]
 
@@ -115,8 +116,8 @@ class Run:
         ``client`` asks for the net that a client chose for itself, with what it keeps.
 
         The model answers one example as it answers many. The exception is a run whose clients were
-        not asked for statistics (``query_statistics=False``): its model normalises every batch by
-        itself, and a warning says so.
+        not asked for statistics (``query_statistics=False``), or whose model has layers that keep
+        none: it normalises every batch by itself, and a warning says so.
         """
         if not shares_weights(self.setup, self.method):
             raise ConfigError(
@@ -130,8 +131,9 @@ class Run:
         found = self._width_within(_budget(max(sizes) if width is None else width, limits))
         nets = [self._module(subnet) for subnet in self.method.mix(setup, self.state, found)]
         if not self.method.has_statistics(setup):
-            warnings.warn(NEEDS_BATCHES, stacklevel=2)
             nets = [untracked(net) for net in nets]
+        if any(map(needs_batches, nets)):
+            warnings.warn(NEEDS_BATCHES, stacklevel=2)
         small: Any = nets[0]
         if len(self.method.mix(setup, self.state, max(sizes))) > 1:
             small = Mixture(nets, base=min(sizes))

@@ -70,6 +70,11 @@ def batch_statistics(module: nn.Module) -> Iterator[None]:
             layer._buffers.update(buffers)
 
 
+def needs_batches(module: nn.Module) -> bool:
+    """Whether some layer normalises a batch by itself, so that one example means nothing to it."""
+    return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules())
+
+
 def _tracking(module: nn.Module) -> list[_NormBase]:
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
