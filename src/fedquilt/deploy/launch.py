@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -19,7 +19,7 @@ from fedquilt.deploy.connection import Connection
 from fedquilt.deploy.federation import NAME, Federation, NodeConfig, Value, about, require_flower
 from fedquilt.errors import ConfigError, FederationError, TrainingError
 from fedquilt.runs.configured import opened
-from fedquilt.runs.run import Run, last_checkpoint, prepared
+from fedquilt.runs.run import Run, last_checkpoint, missing, prepared
 from fedquilt.structure.budget import Budget
 
 ENGINES = ("local", "flower", "flower-simulation")
@@ -108,6 +108,7 @@ def trained(
     beside the run's.
     """
     require_flower()
+    new = missing(folder)
     if place is None or place.nodes is not None:  # else the directory is on another machine
         prepared(folder, resume=resume)
     out = {"flower.out": str(folder.resolve()), "flower.resume": resume}
@@ -126,6 +127,9 @@ def trained(
         try:
             to.run(app, _only_ours(tell), resources if simulation else None)
         except (FederationError, TrainingError) as problem:
+            for empty in new:  # the server has refused the run before it wrote anything
+                with suppress(OSError):
+                    empty.rmdir()
             raise type(problem)(f"{problem}{_remedy(folder)}") from problem
     if not (folder / "model").is_dir():
         return None
