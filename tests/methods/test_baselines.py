@@ -197,3 +197,30 @@ def test_physical_limits_are_budgets_too(world):
     subnet = setup.structure.subnet(width)
     assert poor.budget.allows(fq.cost(setup.model, setup.structure, subnet, setup.example))
     assert fq.FedAvg(within_budgets=True).exceeds_budgets(setup) is None
+
+
+def test_the_query_can_be_asked_for_or_left_out_and_needs_a_shared_model(world, optimiser):
+    setup = world.setup
+
+    def names(method):
+        return [phase.name for phase in method.phases(setup)]
+
+    assert names(fq.FedAvg(optimiser, query_statistics=True)) == ["train", "statistics"]
+    assert names(fq.HeteroFL(optimiser, query_statistics=False)) == ["train"]
+    assert not fq.HeteroFL(optimiser, query_statistics=False).has_statistics(setup)
+    assert names(fq.FedAvg(optimiser, home=("*",), query_statistics=True)) == ["train"]
+
+
+def test_a_sample_of_many_clients_is_asked_and_what_none_can_afford_is_asked_of_all(world):
+    method, few = fq.HeteroFL(), world.setup.clients
+    many = tuple(replace(few[i % 4], id=i) for i in range(1000))
+    (_, query) = method.phases(replace(world.setup, clients=many))
+    assert query.needed(many) == 100
+    poor = few[1:]  # a half and two quarters, where the whole was trained
+    state = replace(world.start(method), phase="statistics")
+    tasks = method.plan(world.setup, state, poor)
+    assert [[s.owner for s in task.subnets] for task in tasks] == [
+        ["1", "0.5", "0.25"],
+        ["1", "0.25"],
+        ["1", "0.25"],
+    ]

@@ -175,10 +175,13 @@ class Rounds(Traits):
 
     def closing(self, setup: Setup) -> tuple[Phase, ...]:
         """The query for statistics, if there is one."""
-        is_asked = self._lacks_statistics(setup)
-        if self.query_statistics is not None:
-            is_asked = self.query_statistics and bool(setup.structure.statistics)
-        return (query_phase(setup, everyone=self.is_personal),) if is_asked else ()
+        is_wanted = self.query_statistics
+        if is_wanted is None:
+            is_wanted = self._lacks_statistics(setup)
+        can_be_asked = setup.structure.statistics and shares_weights(setup, self)
+        if not (is_wanted and can_be_asked):
+            return ()
+        return (query_phase(setup, everyone=self.is_personal),)
 
     def has_statistics(self, setup: Setup) -> bool:
         """Whether training or the closing query gives the model its statistics."""
