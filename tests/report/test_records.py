@@ -9,13 +9,13 @@ from fedquilt.report.records import (
     Milestone,
     bytes_sent,
     bytes_to_reach,
-    final_scores,
     in_last_phase,
     last_local,
     local_tests,
     milestones,
     traffic,
 )
+from fedquilt.runs.records import final_scores
 
 SCORE = SizeScore(1.0, 100, 1000, 0.9, None, 0.3, 50)
 

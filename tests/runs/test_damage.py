@@ -17,11 +17,11 @@ from fedquilt import files
 from fedquilt.errors import CheckpointError, DamageError
 from fedquilt.federation.state import State
 from fedquilt.report.progress import sentence
-from fedquilt.report.records import final_scores, last_local, local_tests, milestones, traffic
+from fedquilt.report.records import last_local, local_tests, milestones, traffic
 from fedquilt.report.stories import _evaluated
 from fedquilt.runs.checkpoint import Checkpoint, load, save
 from fedquilt.runs.loop import CheckpointDamaged, RoundDone
-from fedquilt.runs.records import Records
+from fedquilt.runs.records import Records, final_scores
 
 STEPS = fq.Optimiser(lr=0.05, epochs=1, batch_size=4)
 METHOD = fq.lg_fedavg(STEPS, fraction=1.0)  # clients keep something

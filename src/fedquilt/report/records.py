@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from statistics import fmean
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TypeVar
 
-from fedquilt.errors import DamageError
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.summary import main_accuracy
-from fedquilt.runs.records import METRICS, read_records, read_times
+from fedquilt.runs.records import of_known_shape, read_records, read_times
 
 
 @dataclass(frozen=True)
@@ -40,28 +38,7 @@ class LocalTest:
     clients: int  # how many
 
 
-Read = TypeVar("Read")
-More = ParamSpec("More")
-Reader = Callable[Concatenate[Path, More], Read]
-
-
-def _of_known_shape(read: Reader[More, Read]) -> Reader[More, Read]:
-    """Refuses records that can be read but are not ours."""
-
-    @wraps(read)
-    def checked(folder: Path, /, *more: More.args, **named: More.kwargs) -> Read:
-        try:
-            return read(folder, *more, **named)
-        except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            raise DamageError(
-                f"{folder / METRICS} is damaged: its records are not of the shape that this "
-                "fedquilt writes"
-            ) from problem
-
-    return checked
-
-
-@_of_known_shape
+@of_known_shape
 def local_tests(folder: Path) -> list[LocalTest]:
     """Every round in which clients tested their own models."""
     return [
@@ -71,7 +48,7 @@ def local_tests(folder: Path) -> list[LocalTest]:
     ]
 
 
-@_of_known_shape
+@of_known_shape
 def last_local(folder: Path) -> dict[int, float]:
     """What each client's own model got the last time that it was tested."""
     found: dict[int, float] = {}
@@ -80,7 +57,7 @@ def last_local(folder: Path) -> dict[int, float]:
     return dict(sorted(found.items()))
 
 
-@_of_known_shape
+@of_known_shape
 def bytes_sent(folder: Path) -> dict[int, float]:
     """What each client sent in a round in which it took part, in the mean; codes are short."""
     found: dict[int, list[int]] = {}
@@ -90,7 +67,7 @@ def bytes_sent(folder: Path) -> dict[int, float]:
     return {client: fmean(counts) for client, counts in sorted(found.items())}
 
 
-@_of_known_shape
+@of_known_shape
 def traffic(folder: Path) -> dict[str, float]:
     """Bytes that a client sends and receives in a round of the last phase, in the mean."""
     rounds = [record for record in read_records(folder) if "scores" not in record]
@@ -105,16 +82,7 @@ def traffic(folder: Path) -> dict[str, float]:
     }
 
 
-@_of_known_shape
-def final_scores(folder: Path, round: int) -> tuple[SizeScore, ...]:
-    """The scores of the model after its last round; none, if there is no record of them."""
-    for record in read_records(folder):
-        if record.get("is_final") and record["round"] == round:
-            return tuple(SizeScore(**score) for score in record["scores"])
-    return ()
-
-
-@_of_known_shape
+@of_known_shape
 def milestones(folder: Path) -> list[Milestone]:
     """Every evaluation of a run, in order."""
     found: list[Milestone] = []

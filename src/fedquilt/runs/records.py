@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from fedquilt.errors import CheckpointError, DamageError
+from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.files import sync, write_text
 
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 Mark = Mapping[str, Any]  # the number of bytes of the records so far, and their SHA-256
+Read = TypeVar("Read")
+More = ParamSpec("More")
+Reader = Callable[Concatenate[Path, More], Read]
 
 
 class Records:
@@ -120,6 +125,31 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
             raise DamageError(f"{path} is damaged: its line {number} is not what was written")
         records.append(record)
     return records
+
+
+def of_known_shape(read: Reader[More, Read]) -> Reader[More, Read]:
+    """Refuses records that can be read but are not ours."""
+
+    @wraps(read)
+    def checked(folder: Path, /, *more: More.args, **named: More.kwargs) -> Read:
+        try:
+            return read(folder, *more, **named)
+        except (AttributeError, KeyError, TypeError, ValueError) as problem:
+            raise DamageError(
+                f"{folder / METRICS} is damaged: its records are not of the shape that this "
+                "fedquilt writes"
+            ) from problem
+
+    return checked
+
+
+@of_known_shape
+def final_scores(folder: Path, round: int) -> tuple[SizeScore, ...]:
+    """The scores of the model after its last round; none, if there is no record of them."""
+    for record in read_records(folder):
+        if record.get("is_final") and record["round"] == round:
+            return tuple(SizeScore(**score) for score in record["scores"])
+    return ()
 
 
 def read_times(folder: Path) -> list[dict[str, Any]]:

@@ -41,10 +41,10 @@ from fedquilt.files import locked, read_sealed, remove_parts, sync, write_sealed
 from fedquilt.methods.method import SIZE_NAMES, Method, shares_weights
 from fedquilt.models import made_by
 from fedquilt.ranges import Number, check_value
-from fedquilt.report.records import final_scores
 from fedquilt.runs.checkpoint import saved
 from fedquilt.runs.loop import Loop, Pace, Tolerance, Watch, ignore, num_rounds
 from fedquilt.runs.preflight import check_clients, check_start, find_method, warn_of_lost_values
+from fedquilt.runs.records import final_scores
 from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cut import build, load, source_name
 from fedquilt.structure.groups import Structure
