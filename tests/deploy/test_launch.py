@@ -197,3 +197,15 @@ def test_a_resumed_run_keeps_its_engine(tmp_path, name, remedy):
     (tmp_path / "config.toml").write_text(as_toml(settings(flower__name=name)))
     other = ["--engine", "flower"] if name is None else []
     assert remedy in refused("train", "--resume", tmp_path, *other)
+
+
+def test_a_resumed_run_does_not_tell_the_server_which_code_to_run(tmp_path):
+    """Unless the app that was sent names the same file: then its author did."""
+    from fedquilt.deploy.server import _resumed
+
+    name = f"{tmp_path}/theirs.py:net"
+    stored = checked({"model": {"name": name}, "flower": {"name": "abc"}})
+    (tmp_path / "config.toml").write_text(as_toml(stored))
+    with pytest.raises(ConfigError, match="names code as its model"):
+        _resumed(checked({}), tmp_path)
+    assert _resumed(checked({"model": {"name": name}}), tmp_path).model.name == name
