@@ -520,7 +520,22 @@ class Narrowing(nn.Module):
         return (x + y)[:, 1:]
 
 
+class Demanding(nn.Module):
+    """A residual layer that refuses what its matrices never give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attending()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, *_ = self.attention(x)
+        if not (y - self.attention.out.bias).any():
+            raise ValueError("nothing is attended to")
+        return x + y
+
+
 NOT_STACKED: dict[str, Callable[[], nn.Module]] = {
+    "a demand on values": lambda: Stack(*(Demanding() for _ in range(2))),
     "no shortcut": lambda: Stack(*(Plain() for _ in range(2))),
     "another result": lambda: Stack(*(Scored() for _ in range(2))),
     "another shape": lambda: Stack(*(Narrowing() for _ in range(2))),

@@ -244,6 +244,32 @@ def test_sums_of_two_weighted_branches_are_no_blocks(name):
     assert deep(make(), example).blocks == {}
 
 
+class Told(nn.Module):
+    """A projection in a block that is called otherwise than its code can be read."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.long = nn.Sequential(nn.Linear(8, 9), nn.ReLU(), nn.Linear(9, 6))
+            self.short = nn.Linear(8, 6)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            y = self.long(x)
+            return self.short(x) + (y if mask is None else y * mask)
+
+    def __init__(self, *, with_mask: bool) -> None:
+        super().__init__()
+        self.block, self.out, self.with_mask = Told.Block(), nn.Linear(6, 3), with_mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.block(x, mask=x[:, :6] > 0) if self.with_mask else self.block(x))
+
+
+def test_a_projection_whose_code_cannot_be_run_is_left_alone():
+    assert list(deep(Told(with_mask=False), VECTOR).blocks) == ["block"]
+    assert deep(Told(with_mask=True), VECTOR).blocks == {}
+
+
 def test_branches_beside_a_shortcut_are_one_block():
     net = nn.Sequential(nn.Conv2d(3, 6, 1), RepVGG(6, 6, identity=True), *head(6))
     assert {b.name: set(b.tensors) for b in deep(net, IMAGE).blocks.values()} == {

@@ -17,7 +17,7 @@ from fedquilt.structure.cut import build
 from fedquilt.structure.groups import Structure, follows, leading
 from fedquilt.structure.trace import tensors_in
 
-from .nets import CLASSES, VECTOR, ZOO, inputs_for, roughened, structured
+from .nets import CLASSES, IMAGE, VECTOR, ZOO, inputs_for, plain_cnn, roughened, structured
 
 WITH_CLASSES = sorted(ZOO.keys() - {"generator", "u-net", "super-resolution"})
 
@@ -186,6 +186,15 @@ PLACED = {
 def test_channels_whose_place_matters_are_never_cut(name):
     structure = Structure.trace(Middle(PLACED[name]), VECTOR)
     assert structure.cut_groups() == ["first"]
+
+
+def test_images_whose_channels_come_last_in_memory_are_like_others():
+    torch.manual_seed(0)
+    model = plain_cnn()
+    last = IMAGE.contiguous(memory_format=torch.channels_last)
+    found, expected = (Structure.trace(model, example) for example in (last, IMAGE))
+    assert found.axes == expected.axes
+    assert found.is_exact
 
 
 @pytest.mark.parametrize("how", ["amax", "max", "min", "median", "logsumexp", "prod"])

@@ -354,7 +354,8 @@ def _pad(call: Call) -> Sequence[Dims]:
     return [x]
 
 
-@rule("sum", "mean", "var", "std", "var_mean", "linalg_vector_norm", "norm", "any", "all")
+@rule("sum", "mean", "var", "std", "var_mean", "std_mean", "linalg_vector_norm", "norm")
+@rule("any", "all", "nansum", "count_nonzero", "aminmax")
 @rule("amax", "amin", "max", "min", "prod", "logsumexp", "median", "argmax", "argmin")
 def _reduce(call: Call) -> Sequence[Dims]:
     """One value of many, whatever their order; the place where it was found depends on it."""
@@ -596,7 +597,7 @@ def _write(call: Call, rows: Dims, values: Tensor) -> None:
         call.channels.tie(row, labels) if is_same else call.channels.freeze(labels)
 
 
-@rule("index_select", "index_add", "index_copy", "index_reduce")
+@rule("index_select", "index_add", "index_copy", "index_reduce", "index_fill")
 def _rows(call: Call) -> Sequence[Dims]:
     """Rows picked or written on one axis: the other axes pass."""
     source, index = call.tensors()[0], call["index"]
