@@ -76,6 +76,10 @@ def trained(name: str, change: Change) -> tuple[State, Sequence[fq.SizeScore], l
         engine.close()
 
 
+def rounds_of(events: list[Any]) -> list[RoundDone]:
+    return [event for event in events if isinstance(event, RoundDone)]
+
+
 def lost(update: Update) -> Failure:
     return Failure(update.client, "lost")
 
@@ -154,7 +158,7 @@ def lies(draw: Any) -> Change:
 def test_no_lie_ends_a_run_or_changes_more_than_the_liars_own_update(name, change):
     state, scores, events = trained(name, change)
     without = WITHOUT[name]
-    rounds = [event for event in events if isinstance(event, RoundDone)]
+    rounds = rounds_of(events)
     assert all({f.client for f in done.failures} <= {LIAR} for done in rounds)
     if all(done.failures for done in rounds):
         assert bits(state.params) == bits(without[0].params)
@@ -248,11 +252,10 @@ def test_a_loss_that_is_no_number_is_left_out_of_the_mean_and_the_update_counts(
     state, _, events = trained("fedavg", diverged)
     honest, _, others = trained("fedavg", lambda update: update)
     assert bits(state.params) == bits(honest.params)
-    for done, whole in zip(events, others, strict=True):
-        if isinstance(done, RoundDone):
-            assert done.num_clients == CLIENTS
-            assert 0 < done.loss < 10
-            assert done.loss != whole.loss
+    for done, whole in zip(rounds_of(events), rounds_of(others), strict=True):
+        assert done.num_clients == CLIENTS
+        assert 0 < done.loss < 10
+        assert done.loss != whole.loss
 
 
 @pytest.mark.parametrize(
@@ -276,7 +279,8 @@ def test_a_test_result_that_cannot_be_is_left_out(lie):
 
     _, scores, events = trained("fedavg", lying)
     assert scores == trained("fedavg", missing)[1]
-    assert [failure.client for failure in events[-1].failures] == [LIAR]
+    (final,) = (event for event in events if isinstance(event, Evaluated))
+    assert [failure.client for failure in final.failures] == [LIAR]
 
 
 def test_a_sentence_from_elsewhere_has_a_length_that_can_be_shown():

@@ -14,6 +14,7 @@ from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.accuracy import cost_of as price_of
 from fedquilt.evaluation.summary import describe_accuracy, summarize
 from fedquilt.report import tables
+from fedquilt.report.progress import said
 from fedquilt.report.records import traffic
 from fedquilt.runs.run import Run
 
@@ -49,6 +50,8 @@ def _print_scores(run: Run, scores: Sequence[SizeScore], console: Console) -> No
     else:
         worst, mean = tables.percent(summary.worst), tables.percent(summary.mean)
         say(console, f"worst {worst}, mean {mean}: {summary.name} over sizes; {seed}")
+    if run.findings:
+        say(console, *map(said, run.findings))
 
 
 def rows_of(run: Run, scores: Sequence[SizeScore]) -> list[dict[str, Any]]:
@@ -82,4 +85,5 @@ def document(run: Run, scores: Sequence[SizeScore]) -> dict[str, Any]:
         "worst": summary and summary.worst,
         "mean": summary and summary.mean,
         "exceeds_budgets": run.about.get("exceeds_budgets"),
+        "findings": [asdict(finding) for finding in run.findings],
     }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedquilt.training.recipe import Recipe
 
 SERVER = -1  # the client that holds the server's own held-out data
+NOT_WAITED_FOR = "it was not waited for: enough others had answered"  # which is no fault
 PERSONAL = "own"  # the owner of tensors that a client keeps as those of its own net
 EVERYONE = -2  # the server with the data of all clients, where it has gathered them
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.federation.client import called
 from fedquilt.report.tables import percent
+from fedquilt.runs.health import Finding
 from fedquilt.runs.loop import (
     CheckpointDamaged,
     ClientDone,
@@ -23,12 +24,14 @@ from fedquilt.runs.loop import (
     Evaluated,
     Event,
     Moved,
+    Noticed,
     RoundDone,
     RoundLost,
     RoundStarted,
     Saved,
 )
 
+ALWAYS_SAID = ClientDone | Moved | CheckpointDamaged | Noticed  # also beside a live display
 SHORTEST_WAIT = 0.1  # seconds between two pictures of the live display
 LONGEST_SILENCE = 10.0  # seconds of a round without a line, if its clients tell how far they are
 
@@ -71,7 +74,7 @@ class Seen:
                 self.local = event.local_accuracy
             case Evaluated():
                 self.evaluated = event
-            case Saved() | Moved() | CheckpointDamaged():
+            case Saved() | Moved() | CheckpointDamaged() | Noticed():
                 pass
 
     @property
@@ -132,9 +135,7 @@ class Watch:
         """Shows what an event changes."""
         self._seen.note(event)
         line = sentence(event, self._seen.total)
-        if line and (
-            self._live is None or isinstance(event, ClientDone | Moved | CheckpointDamaged)
-        ):
+        if line and (self._live is None or isinstance(event, ALWAYS_SAID)):
             self._print(line)
         if self._live is not None:
             self._draw(self._live, is_due=not isinstance(event, ClientDone | ClientProgress))
@@ -193,12 +194,23 @@ def sentence(event: Event, total: int) -> str:
             return f"round {event.round}/{total}: accuracy {_accuracies(event.scores)}"
         case CheckpointDamaged():
             return f"{event.problem}; the run goes on from its checkpoint of round {event.round}"
+        case Noticed(finding=finding):
+            return f"round {event.round}/{total}: {said(finding)}"
         case Moved():
             return (
                 f"the run goes on after round {event.round}, but not where it was "
                 f"({event.change}): its last bits may differ from those of one that stayed"
             )
     return ""
+
+
+def said(finding: Finding) -> str:
+    """A finding in one line.
+
+    >>> said(Finding("loss", True, "the training loss does not fall"))
+    'warning: the training loss does not fall'
+    """
+    return f"{'warning' if finding.is_severe else 'note'}: {finding.sentence}"
 
 
 def shares(seen: Seen) -> str:

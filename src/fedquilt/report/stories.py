@@ -27,6 +27,7 @@ from fedquilt.evaluation.summary import describe_accuracy, main_accuracy
 from fedquilt.evaluation.targets import Reached, against, reached
 from fedquilt.files import read_document
 from fedquilt.report.page import Story
+from fedquilt.report.progress import said
 from fedquilt.report.records import (
     bytes_sent,
     in_last_phase,
@@ -46,6 +47,7 @@ def told(
     places = [sorted(origin.items()) for origin in run.about.get("origins", ())]
     origins = [" ".join(f"{k} {v}" for k, v in place) for place in places]
     about |= {"made with": ", then ".join(origins)} if origins else {}
+    about |= {"health": "; ".join(map(said, run.findings))} if run.findings else {}
     recorded = {} if run.folder is None else _recorded(run.folder)
     scores = recorded.pop("scores", ()) or run.scores
     chosen = run.state.chosen

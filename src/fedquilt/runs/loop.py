@@ -23,12 +23,15 @@ from fedquilt.methods.method import Method
 from fedquilt.ranges import Count, NotNegative, Number, check_fields
 from fedquilt.runs import checkpoint
 from fedquilt.runs.checkpoint import Checkpoint
+from fedquilt.runs.health import Finding, Record, findings
 from fedquilt.runs.origin import Origin, change, origin
-from fedquilt.runs.records import Records
+from fedquilt.runs.records import Records, read_records
 from fedquilt.structure.cut import Params, shapes
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import named_tensors
 from fedquilt.training.tested import RIGHT, TESTED, Tested
+
+NOTICED_EVERY = 5  # rounds between two looks at a run's health
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,9 @@ class RoundDone:
     """A round is over.
 
     ``local`` is the accuracy of each client's own model on its own test data, before models were
-    merged; empty if nobody asked. ``sent`` are the bytes that each client sent.
+    merged; empty if nobody asked. ``sent`` are the bytes that each client sent, ``losses`` the
+    training losses of each, None where that is no number, and ``scales`` the largest number in
+    the statistics that it sent, if it did.
     """
 
     round: int
@@ -75,6 +80,8 @@ class RoundDone:
     seconds: float
     local: Mapping[int, float] = field(default_factory=dict)
     sent: Mapping[int, int] = field(default_factory=dict)
+    losses: Mapping[int, float | None] = field(default_factory=dict)
+    scales: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def local_accuracy(self) -> float | None:
@@ -95,7 +102,8 @@ class RoundLost:
 class Evaluated:
     """The model has been finished and evaluated after a round; ``is_final`` at the run's end.
 
-    Failures are those of the closing phases and of clients that tested; bytes those of the former.
+    Failures are those of the closing phases and of clients that tested; bytes and scales those of
+    the former. Findings are of the whole run so far.
     """
 
     round: int
@@ -105,6 +113,16 @@ class Evaluated:
     bytes_up: int
     is_final: bool
     seconds: float
+    scales: Mapping[int, float] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """The records so far show something that whoever runs this should know; said once."""
+
+    round: int
+    finding: Finding
 
 
 @dataclass(frozen=True)
@@ -140,6 +158,7 @@ Event = (
     | Evaluated
     | Saved
     | Moved
+    | Noticed
     | CheckpointDamaged
 )
 Watch = Callable[[Event], None]
@@ -215,10 +234,19 @@ class Loop:
     def __post_init__(self) -> None:
         self._records = None if self.folder is None else Records(self.folder)
         self._kept = None if self.folder is None else KeptStates(self.folder / "clients")
+        self._history: list[Record] = []
+        self._noticed: set[tuple[str, tuple[int, ...]]] = set()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What the records so far show about the run's health."""
+        return self._found(self._history)
 
     def run(self, *, resume: bool = False) -> tuple[State, tuple[SizeScore, ...]]:
         """Trains to the last round; the finished state and its scores."""
         done, is_evaluated = self._resumed() if resume else (self._started(), False)
+        if resume and self.folder is not None:
+            self._history.extend(read_records(self.folder))
         last_saved = done.state.round
         total = num_rounds(self.method, self.setup)
         try:
@@ -256,8 +284,12 @@ class Loop:
             time.perf_counter() - started,
             ledger.local,
             dict(ledger.sent),
+            ledger.losses,
+            ledger.scales,
         )
         self._record(done)
+        if done.round % NOTICED_EVERY == 0:
+            self._notice(done.round)
         return Checkpoint(replace(merged, round=state.round + 1), self.engine.kept())
 
     def _counted(self, state: State, phase: Phase, number: int) -> tuple[State, _Ledger]:
@@ -355,9 +387,24 @@ class Loop:
             sum(ledger.bytes_up for ledger in ledgers),
             is_final,
             time.perf_counter() - started,
+            {client: scale for ledger in ledgers for client, scale in ledger.scales.items()},
         )
-        self._record(done)
+        self._record(replace(done, findings=self._found([*self._history, asdict(done)])))
+        self._notice(finished.round)
         return finished, scores
+
+    def _found(self, records: Sequence[Record]) -> tuple[Finding, ...]:
+        """What the records show."""
+        classes = self.setup.structure.classes
+        return findings(records, self.setup.structure.groups[classes].size if classes else None)
+
+    def _notice(self, round: int) -> None:
+        """Says what the records show, unless it was said before."""
+        for finding in self._found(self._history):
+            about = finding.kind, finding.clients
+            if about not in self._noticed:
+                self._noticed.add(about)
+                self.watch(Noticed(round, finding))
 
     def _save(self, done: Checkpoint) -> None:
         if self.folder is None or self._kept is None or self._records is None:
@@ -427,15 +474,15 @@ class Loop:
     def _record(self, event: RoundDone | Evaluated) -> None:
         """Adds to the run's records; times apart, so that records of equal runs are equal."""
         self.watch(event)
-        if self._records is None:
-            return
         record: dict[str, Any] = asdict(event)
         timing = {
             "round": record["round"],
             "event": type(event).__name__,
             "seconds": record.pop("seconds"),
         }
-        self._records.add(record, timing)
+        self._history.append(record)
+        if self._records is not None:
+            self._records.add(record, timing)
 
 
 def num_rounds(method: Method, setup: Setup) -> int:
@@ -491,6 +538,8 @@ class _Ledger:
         self.sent: Counter[int] = Counter()  # bytes, by client
         self._loss = self._examples = 0.0
         self.local: dict[int, float] = {}
+        self.losses: dict[int, float | None] = {}
+        self.scales: dict[int, float] = {}
 
     def accepted(
         self, tasks: Sequence[Task], results: Iterable[Update | Failure]
@@ -514,9 +563,20 @@ class _Ledger:
     def _note(self, update: Update) -> None:
         """What the client reports; a loss that is no number is not averaged with those that are."""
         metrics = update.metrics
-        if LOSS in metrics and abs(metrics[LOSS]) <= MOST_LOSS:
-            self._loss += metrics[LOSS] * metrics[EXAMPLES]
-            self._examples += metrics[EXAMPLES]
+        if LOSS in metrics:
+            is_number = abs(metrics[LOSS]) <= MOST_LOSS
+            self.losses[update.client] = _shown(metrics[LOSS]) if is_number else None
+            if is_number:
+                self._loss += metrics[LOSS] * metrics[EXAMPLES]
+                self._examples += metrics[EXAMPLES]
+        statistics = [
+            float(part[name].abs().max())
+            for part in update.params
+            for name in self._setup.structure.statistics & part.keys()
+            if part[name].is_floating_point() and part[name].numel()
+        ]
+        if statistics:
+            self.scales[update.client] = _shown(max(statistics))
         if metrics.get(TESTED):
             self.local[update.client] = metrics[RIGHT] / metrics[TESTED]
 
@@ -544,6 +604,11 @@ class _Ledger:
         """Mean training loss over examples, if it is a number."""
         mean = self._loss / self._examples if self._examples else math.nan
         return mean if math.isfinite(mean) else None
+
+
+def _shown(value: float) -> float:
+    """A number with the digits that records need."""
+    return float(f"{value:.5g}")
 
 
 def _commonest(failures: Sequence[Failure]) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from fedquilt.errors import CheckpointError, DamageError
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.files import sync, write_text
+from fedquilt.runs.health import Finding
 
 METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 Mark = Mapping[str, Any]  # the number of bytes of the records so far, and their SHA-256
@@ -141,6 +142,16 @@ def of_known_shape(read: Reader[More, Read]) -> Reader[More, Read]:
             ) from problem
 
     return checked
+
+
+@of_known_shape
+def final_findings(folder: Path) -> tuple[Finding, ...]:
+    """What the records show about the health of the run, at its last evaluation."""
+    tests = [record for record in read_records(folder) if "scores" in record]
+    return tuple(
+        Finding(**{**finding, "clients": tuple(finding["clients"])})
+        for finding in (tests[-1].get("findings", ()) if tests else ())
+    )
 
 
 @of_known_shape

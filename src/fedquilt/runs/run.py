@@ -42,9 +42,10 @@ from fedquilt.methods.method import SIZE_NAMES, Method, shares_weights
 from fedquilt.models import made_by
 from fedquilt.ranges import Number, check_value
 from fedquilt.runs.checkpoint import saved
+from fedquilt.runs.health import Finding
 from fedquilt.runs.loop import Loop, Pace, Tolerance, Watch, ignore, num_rounds
 from fedquilt.runs.preflight import check_clients, check_start, find_method, warn_of_lost_values
-from fedquilt.runs.records import final_scores
+from fedquilt.runs.records import final_findings, final_scores
 from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cut import build, load, source_name
 from fedquilt.structure.groups import Structure
@@ -84,6 +85,7 @@ class Run:
     folder: Path | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     whole: Setup | None = None  # with the user's model, before the method prepared it
+    findings: tuple[Finding, ...] = ()  # what its records show about its health
 
     def __repr__(self) -> str:
         where = "" if self.folder is None else f", in {self.folder}"
@@ -419,7 +421,9 @@ def train(
 
         loop.keep, loop.present = keep, present
         state, scores = loop.run(resume=resume)
-        return Run(setup, method, state, scores, clients, folder, described(state), whole)
+        return Run(
+            setup, method, state, scores, clients, folder, described(state), whole, loop.findings
+        )
 
 
 def local_engine(workers: int | None, timeouts: Timeouts | None = None) -> MakeEngine:
@@ -589,9 +593,10 @@ def open_run(
     _refuse_missing_statistics(folder, setup, method, state)
     try:
         scores = final_scores(folder, num_rounds(method, setup))
+        health = final_findings(folder)
     except DamageError:  # the model is whole all the same
-        scores = ()
-    return Run(setup, method, state, scores, clients, folder, found.about, whole)
+        scores, health = (), ()
+    return Run(setup, method, state, scores, clients, folder, found.about, whole, health)
 
 
 def _refuse_missing_statistics(folder: Path, setup: Setup, method: Method, state: State) -> None:

@@ -29,7 +29,7 @@ from fedquilt.engines.flower.letters import NO_STATE, Envelope
 from fedquilt.engines.local import LocalEngine
 from fedquilt.engines.spool import Spool
 from fedquilt.errors import UpdateError
-from fedquilt.federation.client import SERVER, Failure, Task, Update
+from fedquilt.federation.client import NOT_WAITED_FOR, SERVER, Failure, Task, Update
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.values import as_values
 from fedquilt.training.evaluate import Evaluate
@@ -237,7 +237,7 @@ class _Exchange:
                     self._num_answers += isinstance(result, _Early)
                     is_silent = False
         if self._num_answers >= self._enough:
-            self._give_up("it was not waited for: enough others had answered")
+            self._give_up(NOT_WAITED_FOR)
         elif time.monotonic() >= self._until:
             self._give_up(f"it gave no answer within {self._post.limit:g} seconds")
         elif is_silent:

@@ -1,0 +1,251 @@
+"""What a run's records say about its health: findings, each a sentence with what to do about it.
+
+Records in, findings out: nothing here trains, prints or reads a file. A severe finding means that
+the model, or one of the clients, is most likely not what somebody wanted; others are worth a look.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from fedquilt.federation.client import NOT_WAITED_FOR, Failure
+
+Record = Mapping[str, Any]  # of a round or of an evaluation, as a run writes it down
+
+FEWEST_ROUNDS = 6  # before anything is said about a loss
+LATE = 3  # rounds that say where a loss is now
+STILL = 0.98  # of where the loss was, above which it has not fallen
+LEARNED = 0.5  # of the loss of guessing, below which a net has learned something
+FEWEST_CLIENTS = 4  # that one can be compared with
+ODD_LOSS, ODD_DATA = 20.0, 100.0  # times the others' median: a loss, and statistics
+SPREAD = 8.0  # times the others' own deviations
+OFTEN = 3  # failures of a client
+SHARE = 0.25  # of all answers that are missing, above which a run is ill
+ACCURACIES = ("accuracy", "user_accuracy", "personal_accuracy")  # one is enough
+NAMED = 3  # clients in one sentence
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that whoever runs this should know.
+
+    ``kind`` is ``loss``, ``chance``, ``parted``, ``diverged``, ``odd loss``, ``odd data``,
+    ``failing`` or ``untested``; ``clients`` are those that it is about.
+    """
+
+    kind: str
+    is_severe: bool
+    sentence: str
+    clients: tuple[int, ...] = ()
+
+
+def findings(records: Sequence[Record], num_classes: int | None) -> tuple[Finding, ...]:
+    """What the records of a run show so far, what is severe first."""
+    rounds = [record for record in records if "scores" not in record]
+    tests = [record for record in records if "scores" in record]
+    trained = [r for r in rounds if r["phase"] == rounds[-1]["phase"]]
+    guess = math.log(num_classes) if num_classes and num_classes > 1 else None
+    last = tests[-1] if tests else None
+    found = [
+        *_still(trained, guess),
+        *_diverged(trained),
+        *_odd_losses(trained, guess),
+        *_odd_data([*trained, *([last] if last else [])]),
+        *_failing(trained),
+    ]
+    if last is not None:
+        found += [*_chance(last, num_classes), *_untested(last)]
+        found += _parted(last, trained, guess)
+    return tuple(sorted(found, key=lambda finding: not finding.is_severe))
+
+
+def _still(rounds: Sequence[Record], guess: float | None) -> Iterable[Finding]:
+    losses = [record["loss"] for record in rounds if record["loss"] is not None]
+    if len(losses) < (FEWEST_ROUNDS if guess is not None else 2 * FEWEST_ROUNDS):
+        return
+    first, late = fmean(losses[:2]), min(losses[-LATE:])  # whoever falls does so at times
+    if late >= STILL * first and (guess is None or late >= LEARNED * guess):
+        yield Finding(
+            "loss",
+            True,
+            f"the training loss does not fall: {first:.4g} in the first rounds and {late:.4g} "
+            "or more in the last; try another learning rate (optimiser.lr), and look at the data",
+        )
+
+
+def _diverged(rounds: Sequence[Record]) -> Iterable[Finding]:
+    """Clients whose last losses were no numbers."""
+    ill = sorted(c for c, losses in _by_client(rounds, "losses").items() if None in losses[-LATE:])
+    if ill:
+        yield Finding(
+            "diverged",
+            False,
+            f"{_named(ill)} reported a loss that is no number; training diverges there: lower "
+            "optimiser.lr, or clip gradients (optimiser.clip)",
+            tuple(ill),
+        )
+
+
+def _odd_losses(rounds: Sequence[Record], guess: float | None) -> Iterable[Finding]:
+    """Clients whose losses are far above those of all others."""
+    means = {
+        client: fmean(known[-LATE:])
+        for client, losses in _by_client(rounds[-2 * FEWEST_ROUNDS :], "losses").items()
+        if (known := [loss for loss in losses if loss is not None])
+    }
+    odd = _far_above(means, ODD_LOSS, least=guess or 1.0)
+    if odd:
+        times = means[odd[0]] / median(v for c, v in means.items() if c not in odd)
+        yield Finding(
+            "odd loss",
+            True,
+            f"the training loss of {_named(odd)} is {_times(times)} that of others; look at its "
+            "data: their scale, their labels",
+            odd,
+        )
+
+
+def _odd_data(records: Sequence[Record]) -> Iterable[Finding]:
+    """Clients in whose statistics there are numbers far above those of all others.
+
+    Round by round: what clients share draws their statistics after the odd ones.
+    """
+    most: dict[int, float] = {}
+    for record in records:
+        scales = {int(client): scale for client, scale in record.get("scales", {}).items()}
+        odd = _far_above(scales, ODD_DATA, least=0.0)
+        if odd:
+            usual = median(scale for client, scale in scales.items() if client not in odd)
+            for client in odd:
+                times = scales[client] / usual if usual else math.inf
+                most[client] = max(times, most.get(client, 0.0))
+    clients = tuple(sorted(most, key=lambda client: -most[client]))
+    if clients:
+        yield Finding(
+            "odd data",
+            True,
+            f"the statistics of {_named(clients)} reach {_times(most[clients[0]])} those of others;"
+            " look at the scale of its inputs: a model that averages them answers nobody",
+            clients,
+        )
+
+
+def _failing(rounds: Sequence[Record]) -> Iterable[Finding]:
+    """Clients that fail more often than they answer."""
+    reasons: dict[int, list[str]] = {}
+    for record in rounds:
+        for failure in record["failures"]:
+            if failure["reason"] != NOT_WAITED_FOR:
+                reasons.setdefault(failure["client"], []).append(failure["reason"])
+    answers = Counter(int(client) for record in rounds for client in record["sent"])
+    often = sorted(
+        (c for c, why in reasons.items() if len(why) >= OFTEN and len(why) > answers[c]),
+        key=lambda client: -len(reasons[client]),
+    )
+    if often:
+        lacking, given = sum(map(len, reasons.values())), answers.total()
+        why = Failure(often[0], reasons[often[0]][-1])
+        yield Finding(
+            "failing",
+            lacking > SHARE * (lacking + given),
+            f"{_named(often)} failed more often than they answered, and the model has little of "
+            f"them; {why}",
+            tuple(often),
+        )
+
+
+def _chance(test: Record, num_classes: int | None) -> Iterable[Finding]:
+    """Sizes that are right no more often than by guessing, where enough was asked to know."""
+    if not num_classes or num_classes < 2:
+        return
+    guess = 1 / num_classes
+    widths = []
+    for score in test["scores"]:
+        known = [score[kind] for kind in ACCURACIES if score[kind] is not None]
+        count = score["num_examples"]
+        is_enough = bool(known) and count * guess >= 16 * (1 - guess)
+        if is_enough and max(known) <= guess + 2 * math.sqrt(guess * (1 - guess) / count):
+            widths.append(score["width"])
+    if not widths:
+        return
+    is_all = len(widths) == len(test["scores"])
+    who = "the model answers" if is_all else f"nets of width {_listed(widths)} answer"
+    yield Finding(
+        "chance",
+        is_all,
+        f"{who} no better than by guessing among {num_classes} classes; train for more rounds, or "
+        "look at learning rate, labels and clients' data",
+    )
+
+
+def _parted(test: Record, rounds: Sequence[Record], guess: float | None) -> Iterable[Finding]:
+    """A test that is worse than guessing, of a net that has learned its training data."""
+    losses = [record["loss"] for record in rounds[-LATE:] if record["loss"] is not None]
+    scores = [score for score in test["scores"] if score["loss"] is not None]
+    if not losses or not scores or guess is None:
+        return
+    whole, late = max(scores, key=lambda score: score["width"]), fmean(losses)
+    if whole["loss"] > 1.5 * guess and late < LEARNED * guess:
+        yield Finding(
+            "parted",
+            False,
+            f"test and training part ways: the loss is {late:.3g} in training and "
+            f"{whole['loss']:.3g} in the test, where guessing has {guess:.3g}; look for clients "
+            "whose data are of another kind or scale, and at statistics of normalisation",
+        )
+
+
+def _untested(test: Record) -> Iterable[Finding]:
+    lost = {f["client"]: f["reason"] for f in test["failures"] if f["client"] >= 0}
+    if lost:
+        clients = tuple(sorted(lost))
+        why = Failure(clients[0], lost[clients[0]])
+        yield Finding(
+            "untested",
+            False,
+            f"the last evaluation lacks {_named(clients)}; {why}",
+            clients,
+        )
+
+
+def _by_client(records: Iterable[Record], name: str) -> dict[int, list[Any]]:
+    found: dict[int, list[Any]] = {}
+    for record in records:
+        for client, value in record.get(name, {}).items():
+            found.setdefault(int(client), []).append(value)
+    return found
+
+
+def _far_above(values: Mapping[int, float], times: float, least: float) -> tuple[int, ...]:
+    """Clients whose value is many times the median, and beyond what the others differ by."""
+    if len(values) < FEWEST_CLIENTS:
+        return ()
+    middle = median(values.values())
+    spread = median(abs(value - middle) for value in values.values())
+    limit = max(times * middle, middle + SPREAD * spread, least)
+    odd = [client for client, value in values.items() if value > limit]
+    return tuple(sorted(odd, key=lambda client: -values[client]))
+
+
+def _named(clients: Sequence[int]) -> str:
+    """Some clients by their numbers.
+
+    >>> _named([3]), _named([3, 5]), _named(range(9))
+    ('client 3', 'clients 3, 5', 'clients 0, 1, 2 and 6 others')
+    """
+    some = ", ".join(map(str, clients[:NAMED]))
+    rest = f" and {len(clients) - NAMED} others" if len(clients) > NAMED else ""
+    return f"client{'s' * (len(clients) > 1)} {some}{rest}"
+
+
+def _listed(widths: Sequence[float]) -> str:
+    return ", ".join(f"{width:g}" for width in widths)
+
+
+def _times(factor: float) -> str:
+    return f"{factor:,.0f} times" if factor < 1e6 else f"{factor:.0e} times"
