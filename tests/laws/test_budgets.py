@@ -13,10 +13,10 @@ ROUNDS = 12  # in which dynamic tiers and widths are drawn
 
 
 def planned(case):
-    """Every client, and a task that it is given, in all phases of training."""
+    """Every client, and a task that it is given, in all phases."""
     state = case.start()
     for phase in case.method.phases(case.setup):
-        for round in range(0 if phase.is_closing else ROUNDS):
+        for round in range(ROUNDS):
             now = replace(state, phase=phase.name, round=round)
             for task in case.method.plan(case.setup, now, phase.able(case.setup.clients)):
                 yield from (

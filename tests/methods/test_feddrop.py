@@ -122,3 +122,16 @@ def test_the_whole_model_comes_out(world, optimiser):
     small = run.customize()
     assert small.features[0].out_channels == 8
     assert small.features[1].running_mean is not None
+
+
+def test_the_whole_nets_statistics_are_asked_of_those_who_can_afford_it(world):
+    method = fq.FedRolex()
+    state = replace(world.start(method), phase="statistics")
+    tasks = method.plan(world.setup, state, world.setup.clients)
+    assert [task.client for task in tasks] == [0]  # the others are sent nothing
+    assert method.exceeds_budgets(world.setup) is None
+    poor = world.with_clients(*world.setup.clients[1:]).setup
+    tasks = method.plan(poor, state, poor.clients)
+    assert [task.client for task in tasks] == [1, 2, 3]  # somebody must
+    said = "3 of 3 clients are asked for statistics of nets up to width 1 at the end"
+    assert said in method.exceeds_budgets(poor)

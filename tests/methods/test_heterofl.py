@@ -298,6 +298,6 @@ def test_settings_that_contradict_each_other_are_refused(settings, said):
 def test_it_is_said_that_everyone_is_asked_for_all_statistics(world):
     assert fq.HeteroFL().exceeds_budgets(world.setup) is None
     said = fq.HeteroFL(query_everyone=True).exceeds_budgets(world.setup)
-    assert "statistics are asked for up to 1, and 3 of 4 clients can afford less" in said
+    assert "3 of 4 clients are asked for statistics of nets up to width 1 at the end" in said
     dynamic = fq.HeteroFL(assignment="dynamic", widths=(0.25, 0.125))
     assert dynamic.exceeds_budgets(world.setup) is None  # all can afford all of these

@@ -66,15 +66,13 @@ class HeteroFL(Rounds):
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """Widths that are drawn, and the query of everyone, do not ask for budgets."""
-        sizes = self.sizes(setup)
-        poor = unable(setup, sizes[0], setup.structure.subnet(sizes[0]))
-        is_asked = self.query_everyone and setup.structure.statistics
-        if not poor or not (self.assignment == "dynamic" or is_asked):
-            return None
-        what = "widths are drawn" if self.assignment == "dynamic" else "statistics are asked for"
+        largest = self.sizes(setup)[0]
+        poor = unable(setup, largest, setup.structure.subnet(largest))
+        if self.assignment == "fixed" or not poor:
+            return super().exceeds_budgets(setup)
         return (
-            f"exceeds budgets: {what} up to {sizes[0]:g}, and {len(poor)} of {len(setup.clients)} "
-            "clients can afford less"
+            f"exceeds budgets: widths are drawn up to {largest:g}, and {len(poor)} of "
+            f"{len(setup.clients)} clients can afford less"
         )
 
     @property

@@ -162,8 +162,8 @@ class Rounds(Traits):
         return tuple(LEVELS.values())
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
-        """Nobody is asked for more than its budget allows."""
-        return None
+        """Nobody trains more than its budget allows, but the closing query may ask for more."""
+        return exceeding_query(setup, self) if self.closing(setup) else None
 
     def prepared(self, setup: Setup) -> Setup:
         """The user's model as it is."""
@@ -284,21 +284,49 @@ def plan_query(setup: Setup, state: State, cohort: Sequence[Client], method: Rou
     A size that no client of the cohort can afford is asked of all of them. A client that has a net
     of its own also finds the statistics of that one, which it keeps.
     """
-    sizes = method.sizes(setup)
-    asked = {client.id: method.asked_of(setup, client, sizes) for client in cohort}
-    nobodys = set(sizes).difference(*asked.values())
-    nets = {size: method.mix(setup, state, size) for size in sizes}
+    nets = {size: method.mix(setup, state, size) for size in method.sizes(setup)}
+    queried = queried_sizes(setup, cohort, method)
     tasks = []
     for client in cohort:
-        wanted = (s for s in sizes if s in asked[client.id] or s in nobodys)
+        wanted = queried[client.id]
         subnets = tuple(dict.fromkeys(subnet for size in wanted for subnet in nets[size]))
         own = state.chosen.get(client.id)
         recipe = method.statistics_recipe
         if own is not None:
             subnets, recipe = (*subnets, own), replace(recipe, personal=True)
         seed = seed_of(setup.seed, state.round, client.id)
-        tasks.append(Task(client.id, subnets, state.params, recipe, seed))
+        if subnets:  # else all tensors would travel, to a client that can afford none of the sizes
+            tasks.append(Task(client.id, subnets, state.params, recipe, seed))
     return tasks
+
+
+def queried_sizes(
+    setup: Setup, cohort: Sequence[Client], method: Rounds
+) -> dict[int, tuple[float, ...]]:
+    """The sizes whose statistics each client of a cohort is asked for, largest first."""
+    sizes = method.sizes(setup)
+    asked = {client.id: method.asked_of(setup, client, sizes) for client in cohort}
+    nobodys = set(sizes).difference(*asked.values())
+    return {
+        client: tuple(size for size in sizes if size in own or size in nobodys)
+        for client, own in asked.items()
+    }
+
+
+def exceeding_query(setup: Setup, method: Rounds) -> str | None:
+    """What to say of a closing query that asks clients for more than they can afford."""
+    queried, beyond = queried_sizes(setup, setup.clients, method), set()
+    for size in method.sizes(setup):
+        subnets = method.mix(setup, State(0, "", {}), size)
+        poor = (c.id for subnet in subnets for c in unable(setup, size, subnet))
+        beyond |= {client for client in poor if size in queried[client]}
+    if not beyond:
+        return None
+    largest = max(size for client in beyond for size in queried[client])
+    return (
+        f"exceeds budgets: {len(beyond)} of {len(setup.clients)} clients are asked for statistics "
+        f"of nets up to {SIZE_NAMES[method.size_kind]} {largest:g} at the end, and can afford less"
+    )
 
 
 def sizes_within_budget(

@@ -82,7 +82,7 @@ class NeFL(Rounds):
         """With dynamic tiers clients also train submodels that are larger than their own."""
         reaching = [c for c in setup.clients if max(self._near(setup, c)) > self._tier(setup, c)]
         if not reaching:
-            return None
+            return super().exceeds_budgets(setup)
         return (
             f"exceeds budgets: {len(reaching)} of {len(setup.clients)} clients also train "
             "submodels above their own tier; method.assignment = 'fixed' keeps them below"
