@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedquilt as fq
+from fedquilt import training
 from fedquilt.engines.local import LocalEngine
 from fedquilt.federation.boundary import LONGEST_REASON, MOST_EXAMPLES, admit
 from fedquilt.federation.client import Failure, Task, Update
@@ -305,3 +308,13 @@ def test_a_recipe_that_says_nothing_weighs_at_most_the_clients_examples():
         replace(update, metrics={"loss": 1.0, "examples": MOST_EXAMPLES + 1}),
     ):
         assert isinstance(admit(SETUP, task, bad, params), Failure)
+
+
+def test_every_recipe_of_the_library_says_what_its_answer_may_be():
+    found = {}
+    for module in pkgutil.iter_modules(training.__path__, f"{training.__name__}."):
+        for name, kind in vars(importlib.import_module(module.name)).items():
+            if isinstance(kind, type) and is_dataclass(kind) and hasattr(kind, "run"):
+                found[name] = hasattr(kind, "terms")
+    assert found.keys() >= {"SGD", "Evaluate", "Statistics", "Search", "TernarySGD"}
+    assert all(found.values()), found
