@@ -59,7 +59,9 @@ class SplitMix(Rounds):
     it helps, with ``post``.
 
     ``robust`` trains every base with two kinds of normalisation, for clean and for attacked
-    inputs (Algorithm 4). ``sort`` orders the bases by validation accuracy at the end.
+    inputs (Algorithm 4). Every base is drawn by its layers' ``reset_parameters``; values of the
+    model that these would not draw are lost, with a warning. ``sort`` orders the bases by
+    validation accuracy at the end.
     ``together`` trains a client's bases in one pass instead of one after another; None:
     whichever is clearly quicker, tried once when the run starts.
     """
