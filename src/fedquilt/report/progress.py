@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.summary import main_accuracy
 from fedquilt.federation.client import called
 from fedquilt.report.tables import percent
 from fedquilt.runs.health import Finding
@@ -224,8 +225,7 @@ def shares(seen: Seen) -> str:
 
 
 def _accuracies(scores: Sequence[SizeScore]) -> str:
-    found = (s.local_accuracy if s.accuracy is None else s.accuracy for s in scores)
-    return ", ".join(f"{percent(a)} at {s.width:g}" for s, a in zip(scores, found, strict=True))
+    return ", ".join(f"{percent(main_accuracy(s))} at {s.width:g}" for s in scores)
 
 
 def picture(seen: Seen) -> RenderableType:
