@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -135,8 +136,14 @@ def admit(
 
 def _registered(setup: Setup, number: int) -> Client:
     """A client as it has registered; the server has the examples of all."""
-    own = next((client for client in setup.clients if client.id == number), None)
-    return own or Client(number, sum(client.num_examples for client in setup.clients))
+    everyone = _by_number(setup)
+    own = everyone.get(number)
+    return own or Client(number, sum(client.num_examples for client in everyone.values()))
+
+
+@lru_cache(maxsize=4)
+def _by_number(setup: Setup) -> Mapping[int, Client]:
+    return {client.id: client for client in setup.clients}
 
 
 def check_client(client: Client, num_classes: int) -> None:

@@ -18,6 +18,7 @@ from fedquilt.federation.client import NOT_WAITED_FOR, Failure
 Record = Mapping[str, Any]  # of a round or of an evaluation, as a run writes it down
 
 FEWEST_ROUNDS = 6  # before anything is said about a loss
+RECENT = 100  # rounds in which clients are looked at
 LATE = 3  # rounds that say where a loss is now
 STILL = 0.98  # of where the loss was, above which it has not fallen
 LEARNED = 0.5  # of the loss of guessing, below which a net has learned something
@@ -49,14 +50,15 @@ def findings(records: Sequence[Record], num_classes: int | None) -> tuple[Findin
     rounds = [record for record in records if "scores" not in record]
     tests = [record for record in records if "scores" in record]
     trained = [r for r in rounds if r["phase"] == rounds[-1]["phase"]]
+    recent = trained[-RECENT:]
     guess = math.log(num_classes) if num_classes and num_classes > 1 else None
     last = tests[-1] if tests else None
     found = [
         *_still(trained, guess),
-        *_diverged(trained),
+        *_diverged(recent),
         *_odd_losses(trained, guess),
         *_odd_data([*trained, *([last] if last else [])]),
-        *_failing(trained),
+        *_failing(recent),
     ]
     if last is not None:
         found += [*_chance(last, num_classes), *_untested(last)]
