@@ -14,6 +14,10 @@ class StructureError(FedquiltError):
     """A model that cannot be followed, or a subnet that does not fit its structure."""
 
 
+class StructureWarning(UserWarning):
+    """A model of which a part stays whole at every width, and why."""
+
+
 class BudgetError(FedquiltError):
     """A budget that no subnet can meet."""
 

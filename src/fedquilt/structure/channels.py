@@ -30,7 +30,7 @@ class Channels:
         self._cause = np.zeros(1, np.int64)  # of representatives: the reason for being frozen
         self._count = 1  # channels below exist
         self._owned = 1  # channels below are of the model's own tensors
-        self._pinned: list[Labels] = []
+        self._pinned: list[tuple[Labels, int]] = []  # and why
         self.reason = self.reason_met = NO_REASON
         """Why channels that are frozen from now on are: they are asked to be, or they meet an axis
         without labels. Of several reasons the smallest counts."""
@@ -59,9 +59,13 @@ class Channels:
         roots = self._find(labels)
         return np.where(self._cause[roots] < NOT_FROZEN, FROZEN, roots)
 
-    def reasons(self, labels: Labels) -> Labels:
-        """Why each position is frozen; NOT_FROZEN where it is not."""
-        return self._cause[self._find(labels)]
+    def reasons(self) -> Labels:
+        """Why each channel is frozen or pinned, by representative; NOT_FROZEN where it is not."""
+        found = self._cause.copy()
+        for labels, reason in self._pinned:
+            roots = self._find(labels)
+            found[roots] = np.minimum(found[roots], reason)
+        return found[self._find(np.arange(self._count))]
 
     def tie(self, left: Labels | None, right: Labels | None) -> Labels | None:
         """Makes two axes one, position by position; an axis without labels freezes the other."""
@@ -81,14 +85,15 @@ class Channels:
         """These positions are never cut."""
         if labels is not None:
             reason = self.reason if reason is None else reason
-            self.has_lost = self.has_lost or (reason != NO_REASON and self.is_cut(labels))
             roots = self._find(labels)
             self._cause[roots] = np.minimum(self._cause[roots], reason)
+            is_lost = (self._cause[roots] != NO_REASON) & (roots < self._owned)
+            self.has_lost = self.has_lost or bool(is_lost.any())
 
-    def pin(self, labels: Labels | None) -> None:
+    def pin(self, labels: Labels | None, reason: int | None = None) -> None:
         """These positions are never cut by width, but keep their identity (classes, tokens)."""
         if labels is not None:
-            self._pinned.append(labels)
+            self._pinned.append((labels, self.reason if reason is None else reason))
 
     def fold(self, labels: Labels | None, count: int) -> None:
         """Ties the same place of ``count`` equal stretches: channels are cut inside each."""
@@ -105,7 +110,7 @@ class Channels:
 
     def pinned(self) -> frozenset[int]:
         """Representatives of the pinned channels."""
-        return frozenset(c for labels in self._pinned for c in self.roots(labels).tolist())
+        return frozenset(c for labels, _ in self._pinned for c in self.roots(labels).tolist())
 
     def _find(self, labels: Labels) -> Labels:
         parent = self._parent

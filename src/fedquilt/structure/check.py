@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedquilt.errors import StructureError
+from fedquilt.errors import StructureError, StructureWarning
 from fedquilt.structure.blocks import (
     WHOLE_MODULE,
     Block,
     chosen_blocks,
     rewire,
 )
-from fedquilt.structure.cut import build, cells, positions, put
+from fedquilt.structure.cut import build, cells, positions, put, shapes
 from fedquilt.structure.groups import Axis, Span, Structure, follows, traced
 from fedquilt.structure.layout import takes_channels_last
 from fedquilt.structure.numbers import require_numbers, unlike, with_numbers
@@ -61,7 +62,7 @@ def traced_and_checked(
     probe = _probe(model, example)
     first: StructureError | None = None
     for choices, plain, trace in _traces(model, example, exclude):
-        _require_something_to_cut(plain, model)
+        _require_something_to_cut(plain, model, exclude)
         sized = with_numbers(plain, trace, model, keep_numbers)
         for structure in itertools.islice(sized, MOST_TRIES):
             try:
@@ -227,12 +228,38 @@ def _cut_channels(structure: Structure) -> int:
     return sum(structure.groups[name].size for name in structure.cut_groups())
 
 
-def _require_something_to_cut(structure: Structure, model: nn.Module) -> None:
-    if not structure.cut_groups():
-        raise StructureError(
-            f"no channels of {type(model).__name__} can be cut: every axis is tied to the input or "
-            "the output; add a hidden layer, or give the axes with Structure.declare(...)"
-        )
+def _require_something_to_cut(
+    structure: Structure, model: nn.Module, exclude: Sequence[str]
+) -> None:
+    if structure.cut_groups():
+        return
+    why, what_to_do = "every axis is tied to the input or the output", "add a hidden layer"
+    if exclude:
+        why, what_to_do = f"{why}, or excluded", "exclude less"
+    if structure.whole:
+        why = f"these axes stay whole: {'; '.join(map(str, structure.whole))}"
+        what_to_do = "do without these operations, or run these layers on the example"
+    raise StructureError(
+        f"no channels of {type(model).__name__} can be cut: {why}; {what_to_do}, or give the axes "
+        "with Structure.declare(...)"
+    )
+
+
+def warn_of_whole(structure: Structure) -> None:
+    """Says which part of a model stays whole at every width, and why."""
+    if not structure.whole:
+        return
+    kept, every = (
+        sum(map(math.prod, shapes(structure, subnet).values()))
+        for subnet in (structure.subnet(0.5), Subnet())
+    )
+    warnings.warn(
+        f"a part of this model stays whole at every width, so that a subnet of half width keeps "
+        f"{kept / every:.0%} of its weights: {'; '.join(map(str, structure.whole))}. "
+        "Structure.describe() lists the axes; exclude modules if they are meant to stay whole",
+        StructureWarning,
+        stacklevel=3,
+    )
 
 
 def check(model: nn.Module, structure: Structure, example: Example) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from fedquilt.errors import StructureError
 from fedquilt.structure.blocks import Block, first_of_each_stage, with_steps
-from fedquilt.structure.channels import FROZEN, Labels
+from fedquilt.structure.channels import FROZEN, NO_REASON, NOT_FROZEN, Labels
 from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.subnet import Subnet, prefix
 from fedquilt.structure.supported import require_supported
@@ -26,6 +26,7 @@ TRACKED = ":tracked"  # the same, and how many batches they were taken from
 NORMS = ":norms"  # batch normalisation: its statistics and its weights
 STEPS = ":steps"  # what the branches of blocks are multiplied by
 OUTPUTS = ":outputs"  # tensors with an axis of the classes
+MOST_NAMES = 4  # of tensors, in a sentence
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,33 @@ class Size:
         return f"{self.name}{item} ({count}{power} of {', '.join(groups)})"
 
 
+@dataclass(frozen=True)
+class Whole:
+    """Axes that stay whole at every width, and the operation that is why."""
+
+    operation: str  # through which channels could not be followed; "": the example runs none
+    module: str  # that runs the operation
+    axes: tuple[tuple[str, int], ...]  # tensors and their dimensions
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        if not self.operation:
+            return "not run on the example"
+        where = f"module '{self.module}'" if self.module else "the model itself"
+        return f"not followed through {self.operation} in {where}"
+
+    def __str__(self) -> str:
+        """The tensors, and why.
+
+        >>> str(Whole("cumsum", "mixer", (("hidden.weight", 0), ("hidden.bias", 0))))
+        "hidden.weight, hidden.bias (not followed through cumsum in module 'mixer')"
+        """
+        names = list(dict.fromkeys(name for name, _ in self.axes))
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        return f"{', '.join(names[:MOST_NAMES])}{more} ({self.reason})"
+
+
 @dataclass(frozen=True, eq=False)
 class Structure:
     """Width groups of a model, which of them every axis follows, and blocks that may be skipped."""
@@ -90,6 +118,7 @@ class Structure:
     channels_last: bool = False  # the model takes images laid out so in memory
     origin: Mapping[str, tuple[int, ...]] | None = None  # shapes in the net it was cut from
     blocks: Mapping[str, Block] = field(default_factory=dict)  # that may be skipped
+    whole: tuple[Whole, ...] = ()  # axes of parameters that no width cuts, though it might have
     _names: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -110,11 +139,12 @@ class Structure:
         those that ``blocks`` names, by patterns: residual ones, or modules that as a whole compute
         something to be added to their input.
         """
-        from fedquilt.structure.check import traced_and_checked, with_blocks
+        from fedquilt.structure.check import traced_and_checked, warn_of_whole, with_blocks
 
         require_supported(model)
         detach_computed(model)
         structure = traced_and_checked(model, example, tuple(exclude), tuple(keep_numbers))
+        warn_of_whole(structure)
         return with_blocks(model, structure, example, blocks)
 
     @staticmethod
@@ -314,7 +344,8 @@ class Structure:
     def describe(self) -> str:
         """The groups as text: name, channels, and the tensors that follow each.
 
-        Then the plain numbers of modules that follow a width, and the blocks.
+        Then the plain numbers of modules that follow a width, what stays whole and why, and the
+        blocks.
         """
         lines = []
         for group in self.groups.values():
@@ -324,6 +355,9 @@ class Structure:
         if self.sizes:
             numbers = ", ".join(str(size) for size in self.sizes)
             lines.append(f"numbers that follow a width: {numbers}")
+        for whole in self.whole:
+            axes = ", ".join(f"{name}[{dim}]" for name, dim in whole.axes)
+            lines.append(f"whole at every width, {whole.reason}: {axes}")
         if self.blocks:
             lines.append(f"blocks that may be skipped: {', '.join(self.blocks)}")
         return "\n".join(lines)
@@ -404,7 +438,29 @@ def structure_of(model: nn.Module, trace: Trace, sizes: tuple[Size, ...] = ()) -
         classes,
         sizes,
         not any(trace.across.values()),
+        whole=tuple(_whole_axes(model, trace)),
     )
+
+
+def _whole_axes(model: nn.Module, trace: Trace) -> Iterator[Whole]:
+    """Axes of parameters by the operation through which their channels could not be followed."""
+    by_reason: dict[int, list[tuple[str, int]]] = {}
+    why = trace.channels.reasons()
+    for name, parameter in model.named_parameters():
+        for dim, labels in enumerate(trace.tensors[name]):
+            if labels is not None and parameter.shape[dim] > 1:
+                reasons = why[labels]
+                reasons = reasons[(reasons != NO_REASON) & (reasons != NOT_FROZEN)]
+                if len(reasons):
+                    by_reason.setdefault(int(reasons.min()), []).append((name, dim))
+    for reason, axes in sorted(by_reason.items()):
+        cause = trace.causes[reason - 1]
+        yield Whole(cause.operation, cause.module, tuple(axes))
+    parameters = dict(model.named_parameters())
+    unused = [name for name in trace.unused if name in parameters]
+    if unused:
+        dims = [(name, dim) for name in unused for dim in range(parameters[name].ndim)]
+        yield Whole("", "", tuple(dims))
 
 
 Owner = dict[int, tuple[str, int]]  # representative -> (group, channel)

@@ -303,7 +303,7 @@ def _group_norm(call: Call) -> Sequence[Dims]:
 @rule("embedding", "_embedding_bag")
 def _embedding(call: Call) -> Sequence[Dims]:
     weight = call.dims("weight")
-    call.channels.pin(weight[0])
+    call.channels.pin(weight[0], NO_REASON)  # words
     return [[*call.dims("indices"), weight[1]]]
 
 

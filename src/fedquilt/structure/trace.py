@@ -207,7 +207,7 @@ class _Tracer(TorchDispatchMode):
         self.derived: list[tuple[Labels, list[Labels]]] = []  # reshaped axes, and what was given
         self.splits: list[Split] = []
         self.across: dict[str, list[Labels]] = {}
-        self.places: list[tuple[Tensor, Labels]] = []
+        self.places: list[tuple[Tensor, Labels, int]] = []
         self.passes: list[Pass] = []
         self.causes: dict[Cause, int] = {}  # the reasons for being frozen
         self.stack: list[str] = [""]
@@ -305,6 +305,11 @@ class _Tracer(TorchDispatchMode):
         passes_on = rule is pointwise or call.name in LAYOUT
         across = (*call.across, *(labels for k in known for labels in k.across if passes_on))
         self._record(call, dims, across)
+        if not call.tensors():
+            dims = [
+                [self._constant(n, x) for n, x in zip(out.shape, some, strict=True)]
+                for out, some in zip(call.outputs, dims, strict=True)
+            ]
         made = _Known([], any(k.is_data for k in known), across=across, lost=self._lost(call))
         for out, labels in zip(call.outputs, dims, strict=False):
             if id(out) not in self.parameters:
@@ -313,14 +318,25 @@ class _Tracer(TorchDispatchMode):
 
     def _set_reasons(self, call: Call, known: Sequence[_Known]) -> None:
         """What this operation freezes, it freezes itself or for what was lost before."""
-        cause = Cause(call.name, self.stack[-1])
         is_table = call.name in PICKING and not any(given.is_data for given in known)
-        self.channels.reason = (
-            NO_REASON if is_table else self.causes.setdefault(cause, len(self.causes) + 1)
-        )
+        reason = self.reason(Cause(call.name.strip("_"), self.stack[-1]))
+        self.channels.reason = NO_REASON if is_table else reason
         lost = [given.lost for given in known if given.lost != NO_REASON]
+        if any(t.ndim and t not in self.known for t in call.tensors()):
+            lost.append(self.reason(Cause("a constant tensor", self.stack[-1])))
         self.channels.reason_met = min(lost, default=NO_REASON)
         self.channels.has_lost = False
+
+    def _constant(self, size: int, labels: Labels | None) -> Labels:
+        """An axis that is made of nothing, such as a range: who meets it is whole because of it."""
+        if labels is None:
+            labels = self.channels.fresh(size)
+            self.channels.freeze(labels)
+        return labels
+
+    def reason(self, cause: Cause) -> int:
+        """The number by which channels remember a cause."""
+        return self.causes.setdefault(cause, len(self.causes) + 1)
 
     def _lost(self, call: Call) -> int:
         """Why axes of the outputs have no labels; what a product sums over is no axis of it."""
@@ -358,7 +374,8 @@ class _Tracer(TorchDispatchMode):
         here = self.stack[-1]
         self.statistics |= {id(t) for t in call.statistics}
         self.across.setdefault(here, []).extend(call.across)
-        self.places.extend(call.places)
+        reason = self.channels.reason
+        self.places.extend((tensor, labels, reason) for tensor, labels in call.places)
         seen = self.sizes.setdefault(here, [])
         for tensor, labels in [
             *((t, self.of(t)) for t in call.tensors()),
@@ -409,16 +426,16 @@ class _Tracer(TorchDispatchMode):
         """The trace, once the forward passes are over."""
         if self.refusal is not None:
             raise self.refusal
+        self.channels.reason = self.channels.reason_met = NO_REASON
         _tie_layers(self)
         self._tie_sizes()
-        self.channels.reason = self.channels.reason_met = NO_REASON
         unused = [name for name, tensor in self.names.items() if not self.known[tensor].is_used]
         for name in unused:
             self._freeze(self.names[name])  # not met in these passes: shared whole
         outputs = list(tensors_in(output))
-        for tensor, channels in self.places:
+        for tensor, channels, reason in self.places:
             if self.known[tensor].is_used or any(tensor is out for out in outputs):
-                self.channels.freeze(channels)  # it matters at which of them something is
+                self.channels.freeze(channels, reason)  # it matters at which of them something is
         last: Labels | None = None
         for i, tensor in enumerate(outputs):
             dims = self.of(tensor)
@@ -497,7 +514,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def _tie_layers(tracer: _Tracer) -> None:
     """What PyTorch's own layers demand beyond their operations: one size for several axes."""
     of, channels = tracer.of, tracer.channels
-    for module in tracer.model.modules():
+    for path, module in tracer.model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             packed, width = module.in_proj_weight, module.embed_dim
             if packed is None:
@@ -516,5 +533,6 @@ def _tie_layers(tracer: _Tracer) -> None:
             for other in states[1:]:
                 channels.tie(states[0], other)
             for name, weight in weights.items():
-                if name.startswith("weight_hr"):
-                    channels.freeze(of(weight)[1])  # PyTorch wants projections to be smaller
+                if name.startswith("weight_hr"):  # PyTorch wants projections to be smaller
+                    reason = tracer.reason(Cause("a projected state", path))
+                    channels.freeze(of(weight)[1], reason)

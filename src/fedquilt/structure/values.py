@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fedquilt.structure.blocks import Block
-from fedquilt.structure.groups import Axis, Group, Size, Span, Structure
+from fedquilt.structure.groups import Axis, Group, Size, Span, Structure, Whole
 
 
 def as_values(structure: Structure) -> dict[str, Any]:
@@ -41,6 +41,7 @@ def as_values(structure: Structure) -> dict[str, Any]:
         "is_exact": structure.is_exact,
         "channels_last": structure.channels_last,
         "blocks": [asdict(block) for block in structure.blocks.values()],
+        "whole": [asdict(whole) for whole in structure.whole],
         "origin": structure.origin and {n: list(shape) for n, shape in structure.origin.items()},
     }
 
@@ -67,5 +68,9 @@ def from_values(values: Mapping[str, Any]) -> Structure:
             b["name"]: Block(**{**b, "tensors": tuple(b["tensors"])})
             for b in values.get("blocks", ())
         },
+        whole=tuple(
+            Whole(w["operation"], w["module"], tuple((name, dim) for name, dim in w["axes"]))
+            for w in values.get("whole", ())
+        ),
         origin=origin and {name: tuple(shape) for name, shape in origin.items()},
     )
