@@ -88,7 +88,7 @@ class Channels:
             roots = self._find(labels)
             self._cause[roots] = np.minimum(self._cause[roots], reason)
             is_lost = (self._cause[roots] != NO_REASON) & (roots < self._owned)
-            self.has_lost = self.has_lost or bool(is_lost.any())
+            self.has_lost = self.has_lost or (len(labels) > 1 and bool(is_lost.any()))
 
     def pin(self, labels: Labels | None, reason: int | None = None) -> None:
         """These positions are never cut by width, but keep their identity (classes, tokens)."""

@@ -11,17 +11,17 @@ Four checks, which a wrong structure fails:
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.errors import StructureError, StructureWarning
 from fedquilt.structure.blocks import (
@@ -30,9 +30,9 @@ from fedquilt.structure.blocks import (
     chosen_blocks,
     rewire,
 )
-from fedquilt.structure.cut import build, cells, positions, put, shapes
+from fedquilt.structure.cut import Index, build, cells, positions, put, shapes, view
 from fedquilt.structure.groups import Axis, Span, Structure, follows, traced
-from fedquilt.structure.layout import takes_channels_last
+from fedquilt.structure.layout import is_safe, takes_channels_last
 from fedquilt.structure.numbers import require_numbers, unlike, with_numbers
 from fedquilt.structure.operations import NOISE, base_name
 from fedquilt.structure.stacks import answers_alike, block_candidates, blocks_at_work
@@ -40,9 +40,9 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.trace import (
     Choices,
     Example,
+    Interceptor,
     Trace,
     arguments,
-    call_with,
     named_tensors,
     plain_kernels,
     remedy,
@@ -52,45 +52,68 @@ from fedquilt.structure.trace import (
 
 WIDTHS = (0.5, 0.3)  # one that divides most sizes, one that divides few
 MOST_TRIES = 32  # for each way to settle the choices that a trace leaves open
+LARGE = 2**24  # weights: a model that is checked as it is, since a copy in doubles is too much
+MOST_CHANGED = 4  # tensors with other values that are there at once
 
 
-def traced_and_checked(
-    model: nn.Module, example: Example, exclude: tuple[str, ...], keep_numbers: tuple[str, ...] = ()
+def found_structure(
+    model: nn.Module,
+    example: Example,
+    exclude: tuple[str, ...] = (),
+    blocks: Sequence[str] | None = None,
+    keep_numbers: tuple[str, ...] = (),
 ) -> Structure:
     """Traces a model; where a choice was open, takes the first that passes the check."""
     require_numbers(model, keep_numbers)
-    probe = _probe(model, example)
+    probe: _Probe | None = None
     first: StructureError | None = None
     for choices, plain, trace in _traces(model, example, exclude):
         _require_something_to_cut(plain, model, exclude)
         sized = with_numbers(plain, trace, model, keep_numbers)
         for structure in itertools.islice(sized, MOST_TRIES):
+            probe = probe or _probe(model, example)
             try:
                 _check_subnets(structure, probe)
                 _check_shuffles(structure, probe)
-                _check_training(model, structure, example)
+                _check_training(model, structure, example, probe)
                 small = _check_trace_of_subnet(model, structure, example, exclude, choices, probe)
                 _check_numbers(structure, trace, small)
             except StructureError as problem:
                 first = first or problem
             else:
-                return replace(structure, channels_last=takes_channels_last(model, example))
+                warn_of_whole(structure)
+                structure = replace(
+                    structure, channels_last=_takes_channels_last(model, structure, example)
+                )
+                small_probe = _half_probe(structure, probe)
+                del probe  # it is as large as the model
+                return with_blocks(model, structure, example, blocks, small_probe)
     assert first is not None
     raise first
 
 
+def _takes_channels_last(model: nn.Module, structure: Structure, example: Example) -> bool:
+    """Tried on a subnet, which is quick, unless that is one that PyTorch does not survive."""
+    small = build(model, structure, Subnet.of({g: range(n) for g, n in _halves(structure)}))
+    return is_safe(model) and takes_channels_last(small if is_safe(small) else model, example)
+
+
 def with_blocks(
-    model: nn.Module, structure: Structure, example: Example, named: Sequence[str] | None = None
+    model: nn.Module,
+    structure: Structure,
+    example: Example,
+    named: Sequence[str] | None = None,
+    probe: _Probe | None = None,
 ) -> Structure:
     """The structure with the blocks that may be skipped.
 
     Those that were named must pass the check; of those that were found, modules of a class whose
-    blocks do not pass are left alone.
+    blocks do not pass are left alone. They are checked in a subnet, which is quick.
     """
     candidates = None if named is not None else block_candidates(model)
     if candidates is not None and not any(candidates):
         return structure
-    probe = _probe(model, example)
+    probe = probe or _half_probe(structure, _probe(model, example))
     if candidates is None:
         blocks = chosen_blocks(model, named or ())
     else:
@@ -131,17 +154,20 @@ def _blocks_checked(
     Branches times 1 leave the output as it was; without them it is that of branches times 0.
     """
     found = replace(structure, blocks=blocks, _names={})
+    narrow = _narrowed(found, probe.counts)
     _check_declared(blocks, probe)
-    one = copy.deepcopy(probe.model)
+    one = _sharing(probe.model)
     several = [blocks, *([list(blocks)[::2]] if len(blocks) > 1 else [])]
     try:
         rewire(one, blocks, (), factors=dict.fromkeys(blocks, 1.0))
         same = _is_close(_outputs(one, probe.inputs), probe.outputs)
         for skipped in several if same else ():
             subnet = Subnet().skipping(*skipped)
-            outputs = _running(found, subnet, probe)
-            zeroed = masked(probe.model, found, subnet)
+            outputs = _running(narrow, subnet, probe)
+            zeroed = _sharing(probe.model)
+            rewire(zeroed, blocks, (), factors=dict.fromkeys(skipped, 0.0))
             same = same and _is_close(outputs, _outputs(zeroed, probe.inputs))
+            gc.collect()  # a module with another forward refers to itself
     except StructureError:
         raise
     except Exception as problem:
@@ -153,13 +179,13 @@ def _blocks_checked(
             f"the blocks {', '.join(blocks)} cannot be skipped: without them the model does not "
             "compute what it does with their branches at zero; name others"
         )
-    _check_training(model, found, example, Subnet().skipping(*blocks))
+    _check_training(model, found, example, probe, found.subnet(WIDTHS[-1]).skipping(*blocks))
     return found
 
 
 def _check_declared(blocks: dict[str, Block], probe: _Probe) -> None:
     """What a module makes that is a block as a whole must be of the kind that it is given."""
-    trial = copy.deepcopy(probe.model)
+    trial = _sharing(probe.model)
 
     def checking(name: str, returns: int | None) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -205,7 +231,13 @@ def _with_splits(
 ) -> tuple[Choices, Structure, Trace]:
     """Where channels last came to nothing they may come first: kept if more can then be cut."""
     choices = Choices()
-    structure, trace = traced(model, example, exclude, choices)
+    try:
+        structure, trace = traced(model, example, exclude, choices)
+    except StructureError:
+        raise
+    except Exception:
+        _probe(model, example)  # says what is wrong with the example, if that is it
+        raise
     frozen = [split for split in trace.splits if not trace.channels.is_cut(split.labels)]
     for reshapes in reversed(_kinds_of_splits(model, replace(trace, splits=frozen))):
         other = replace(choices, split_first=choices.split_first | reshapes)
@@ -258,7 +290,7 @@ def warn_of_whole(structure: Structure) -> None:
         f"{kept / every:.0%} of its weights: {'; '.join(map(str, structure.whole))}. "
         "Structure.describe() lists the axes; exclude modules if they are meant to stay whole",
         StructureWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
@@ -268,7 +300,7 @@ def check(model: nn.Module, structure: Structure, example: Example) -> None:
     probe = _probe(model, example)
     _check_shuffles(structure, probe)
     _check_subnets(structure, probe)
-    _check_training(model, structure, example)
+    _check_training(model, structure, example, probe)
 
 
 @dataclass(frozen=True)
@@ -278,6 +310,7 @@ class _Probe:
     model: nn.Module
     inputs: tuple[Any, ...]
     outputs: list[Tensor]
+    counts: Mapping[str, int] = field(default_factory=dict)  # of channels, where it is a subnet
 
 
 def _check_subnets(structure: Structure, probe: _Probe) -> None:
@@ -285,8 +318,9 @@ def _check_subnets(structure: Structure, probe: _Probe) -> None:
         outputs = _running(structure, subnet, probe)
         if structure.is_exact:
             _check_masked(structure, subnet, probe, outputs)
-    if not structure.is_exact:
-        _check_shuffled_subnet(structure, probe)
+    if not structure.is_exact:  # its channels are as interchangeable, whatever numbers say
+        small = _half_probe(structure, probe)
+        _check_shuffles(_narrowed(structure, small.counts), small)
 
 
 def _uneven(structure: Structure) -> list[Subnet]:
@@ -302,9 +336,11 @@ def _uneven(structure: Structure) -> list[Subnet]:
 
 
 def _probe(model: nn.Module, example: Example) -> _Probe:
-    """In double precision and on random inputs where the model runs so, else as it is."""
+    """In double precision (if it is not large) and on random inputs where it runs so."""
     problem: Exception | None = None
-    for double, inputs in itertools.product((True, False), (_random_like, arguments)):
+    is_large = sum(weight.numel() for weight in model.parameters()) > LARGE
+    precisions = (False,) if is_large else (True, False)
+    for double, inputs in itertools.product(precisions, (_random_like, arguments)):
         rough = _roughened(model, double=double)
         given = tuple(
             x.double() if double and isinstance(x, Tensor) and x.is_floating_point() else x
@@ -337,12 +373,15 @@ def _roughened(model: nn.Module, *, double: bool) -> nn.Module:
                 if not isinstance(tensor, nn.Parameter) and not _is_flat(tensor):
                     least = 0.0  # zeros in a buffer may be a mask
                 noise = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype)
-                tensor.add_((spread + least) * noise)
+                if isinstance(tensor, nn.Parameter) and tensor.ndim > 1 and not _is_flat(tensor):
+                    noise.sub_(0.5)  # deep nets of positive weights end in infinity
+                tensor.add_(noise.mul_(spread.add_(least)))
     return rough
 
 
 def _is_flat(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and bool((tensor == tensor.flatten()[0]).all())
+    some = tensor.flatten()[:2]
+    return bool((some == some[:1]).all()) and bool((tensor == some[:1]).all()) and len(some) > 0
 
 
 def _random_like(example: Example) -> tuple[Any, ...]:
@@ -355,20 +394,64 @@ def _random_like(example: Example) -> tuple[Any, ...]:
     )
 
 
-def _outputs(model: Callable[..., Any], inputs: tuple[Any, ...]) -> list[Tensor]:
-    """All tensors that a model gives, without the noise it may draw."""
-    with torch.no_grad(), plain_kernels(), _still(), torch.random.fork_rng(devices=[]):
-        found = tensors_in(model(*inputs))
+Changed = Callable[[str, Tensor], Tensor]  # the values of a tensor of a model in another's place
+
+
+def _outputs(
+    model: nn.Module, inputs: tuple[Any, ...], changed: Changed | None = None
+) -> list[Tensor]:
+    """All tensors that a model gives, without the noise it may draw; or with other tensors."""
+    with torch.no_grad(), plain_kernels(), _Still(), torch.random.fork_rng(devices=[]):
+        if changed is None:
+            found = tensors_in(model(*inputs))
+        else:
+            with _Changing(model, changed):
+                found = tensors_in(model(*inputs))
     if not found:
         raise StructureError("its output holds no tensors; give them as a tuple, list or dict")
     return found
 
 
-def _still() -> TorchDispatchMode:
-    return _Still()  # type: ignore[no-untyped-call]  # PyTorch leaves its __init__ untyped
+class _Changing(Interceptor):
+    """Other values in the place of a model's tensors, made where an operation takes one.
+
+    So there are never more than a few of them: a second model would be as large as the first.
+    """
+
+    def __init__(self, model: nn.Module, changed: Changed) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+        self._changed, self._recent = changed, dict[str, Tensor]()
+        self._written: dict[str, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_written = func._schema.is_mutable
+        args = tuple(self._other(value, is_written=is_written) for value in args)
+        named = {k: self._other(v, is_written=is_written) for k, v in (kwargs or {}).items()}
+        return func(*args, **named)
+
+    def _other(self, value: Any, *, is_written: bool) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._other(item, is_written=is_written) for item in value)
+        name = self._names.get(id(value))
+        return value if name is None else self._tensor(name, value, is_written=is_written)
+
+    def _tensor(self, name: str, tensor: Tensor, *, is_written: bool) -> Tensor:
+        if name in self._written:
+            return self._written[name]
+        if name not in self._recent:
+            if len(self._recent) == MOST_CHANGED:
+                del self._recent[next(iter(self._recent))]
+            self._recent[name] = self._changed(name, tensor.detach())
+        if is_written:
+            self._written[name] = self._recent[name].clone()
+            return self._written[name]
+        return self._recent[name]
 
 
-class _Still(TorchDispatchMode):
+class _Still(Interceptor):
     """Noise is one constant, so that it is the same wherever channels lie."""
 
     def __torch_dispatch__(
@@ -443,12 +526,16 @@ def _check_shuffles(structure: Structure, probe: _Probe) -> None:
         )
 
 
-def _check_shuffled_subnet(structure: Structure, probe: _Probe) -> None:
-    """A subnet's channels are interchangeable as the model's are, whatever is kept in numbers."""
-    counts = {name: _half(structure.groups[name].size) for name in structure.cut_groups()}
-    small = build(probe.model, structure, Subnet.of({n: range(k) for n, k in counts.items()}))
-    outputs = _outputs(small, probe.inputs)
-    _check_shuffles(_narrowed(structure, counts), _Probe(small, probe.inputs, outputs))
+def _half_probe(structure: Structure, probe: _Probe) -> _Probe:
+    """The same of a subnet with half of the channels."""
+    counts = dict(_halves(structure))
+    small = build(probe.model, structure, Subnet.of({g: range(n) for g, n in counts.items()}))
+    return _Probe(small, probe.inputs, _outputs(small, probe.inputs), counts)
+
+
+def _halves(structure: Structure) -> list[tuple[str, int]]:
+    """Half of the channels of every group, but two of them where there are two."""
+    return [(name, _half(structure.groups[name].size)) for name in structure.cut_groups()]
 
 
 def _narrowed(structure: Structure, counts: Mapping[str, int]) -> Structure:
@@ -459,13 +546,17 @@ def _narrowed(structure: Structure, counts: Mapping[str, int]) -> Structure:
         kept = (c for c in span.channels if count is None or c < count)
         return replace(span, channels=tuple(kept))
 
+    def narrow(axis: Axis) -> Axis:
+        return tuple(map(first, axis))
+
     return replace(
         structure,
         groups={n: replace(g, size=counts.get(n, g.size)) for n, g in structure.groups.items()},
         axes={
-            name: tuple(axis and tuple(map(first, axis)) for axis in axes)
+            name: tuple(axis and narrow(axis) for axis in axes)
             for name, axes in structure.axes.items()
         },
+        sizes=tuple(replace(size, axis=narrow(size.axis)) for size in structure.sizes),
         _names={},
     )
 
@@ -474,15 +565,14 @@ def _shuffled_output(
     structure: Structure, groups: Sequence[str], shuffle: Order, probe: _Probe
 ) -> list[Tensor]:
     order = {group: shuffle(structure.groups[group].size) for group in groups}
-    tensors = named_tensors(probe.model)
-    shuffled = {}
-    for name, axes in structure.axes.items():
-        value = tensors[name].detach()
-        for dim, axis in enumerate(axes):
+
+    def shuffled(name: str, value: Tensor) -> Tensor:
+        for dim, axis in enumerate(structure.axes[name]):
             if axis is not None and any(s.group in order for s in axis):
                 value = value.index_select(dim, _shuffled_positions(axis, order))
-        shuffled[name] = value
-    return _outputs(lambda *x: call_with(probe.model, shuffled, x), probe.inputs)
+        return value
+
+    return _outputs(probe.model, probe.inputs, shuffled)
 
 
 def _shuffled_positions(axis: Axis, order: dict[str, list[int]]) -> Tensor:
@@ -544,18 +634,25 @@ def masked(model: nn.Module, structure: Structure, subnet: Subnet) -> nn.Module:
     where = cells(structure, Subnet(subnet.kept))
     with torch.no_grad():
         for name, tensor in named_tensors(full).items():
-            if tensor.ndim and any(axis is not None for axis in structure.axes[name]):
-                keep = torch.zeros(tensor.shape, dtype=torch.bool)
-                put(keep, where[name], True)
-                tensor.masked_fill_(~keep, 0)
+            tensor.copy_(_mask(tensor, where[name], structure.axes[name]))
     return full
+
+
+def _mask(tensor: Tensor, where: tuple[Index, ...], axes: Sequence[Axis | None]) -> Tensor:
+    """A tensor that is zero but for the cells given."""
+    if all(axis is None for axis in axes):
+        return tensor
+    masked = torch.zeros_like(tensor)
+    put(masked, where, view(tensor, where))
+    return masked
 
 
 def _check_masked(
     structure: Structure, subnet: Subnet, probe: _Probe, outputs: Sequence[Tensor]
 ) -> None:
-    whole = masked(probe.model, structure, subnet)
-    if not _is_close(outputs, _outputs(whole, probe.inputs)):
+    where = cells(structure, subnet)
+    whole = _outputs(probe.model, probe.inputs, lambda n, t: _mask(t, where[n], structure.axes[n]))
+    if not _is_close(outputs, whole):
         raise StructureError(
             "a subnet of this model does not compute what the model computes with the other "
             "channels masked out; exclude the modules that mix channels in an unusual way, or give "
@@ -629,16 +726,21 @@ def _places(axis: Axis | None, structure: Structure, subnet: Subnet) -> list[int
 
 
 def _check_training(
-    model: nn.Module, structure: Structure, example: Example, subnet: Subnet | None = None
+    model: nn.Module,
+    structure: Structure,
+    example: Example,
+    probe: _Probe,
+    subnet: Subnet | None = None,
 ) -> None:
     """A step of training must be possible for the subnet where it is for the whole model."""
     subnet = structure.subnet(WIDTHS[-1]) if subnet is None else subnet
-    for inputs in training_inputs(arguments(example)):
+    batches = zip(training_inputs(arguments(example)), training_inputs(probe.inputs), strict=True)
+    for inputs, rough in batches:
         try:
             _backward(build(model, structure, subnet), inputs)
         except Exception as problem:
             try:
-                _backward(copy.deepcopy(model), inputs)
+                _backward(_sharing(probe.model), rough)
             except Exception:
                 continue  # this model cannot be trained on such a batch at any width
             raise StructureError(
@@ -647,6 +749,15 @@ def _check_training(
                 "Structure.declare(...)"
             ) from problem
         return
+
+
+def _sharing(model: nn.Module) -> nn.Module:
+    """A copy with the same weights in memory and buffers of its own, which training changes."""
+    shared: dict[int, Any] = {
+        id(weight): nn.Parameter(weight.detach(), weight.requires_grad)
+        for weight in model.parameters()
+    }
+    return copy.deepcopy(model, shared)
 
 
 def _backward(model: nn.Module, inputs: tuple[Any, ...]) -> None:

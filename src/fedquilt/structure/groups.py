@@ -139,13 +139,11 @@ class Structure:
         those that ``blocks`` names, by patterns: residual ones, or modules that as a whole compute
         something to be added to their input.
         """
-        from fedquilt.structure.check import traced_and_checked, warn_of_whole, with_blocks
+        from fedquilt.structure.check import found_structure
 
         require_supported(model)
         detach_computed(model)
-        structure = traced_and_checked(model, example, tuple(exclude), tuple(keep_numbers))
-        warn_of_whole(structure)
-        return with_blocks(model, structure, example, blocks)
+        return found_structure(model, example, tuple(exclude), blocks, tuple(keep_numbers))
 
     @staticmethod
     def declare(

@@ -19,7 +19,6 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.errors import StructureError
 from fedquilt.structure.channels import Labels
@@ -30,6 +29,7 @@ from fedquilt.structure.operations import base_name
 from fedquilt.structure.trace import (
     LAYOUT,
     Called,
+    Interceptor,
     Pass,
     Trace,
     as_followed,
@@ -328,11 +328,11 @@ class _Stop(BaseException):
     """Enough has been seen; no model catches it."""
 
 
-class _Replay(TorchDispatchMode):
+class _Replay(Interceptor):
     """Stops a pass at the first operation that is called otherwise than before."""
 
     def __init__(self, calls: Sequence[Called]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+        super().__init__()
         self._calls = iter(calls)
         self.change: _Change | None = None
 

@@ -163,6 +163,17 @@ def plain_kernels() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+class Interceptor(TorchDispatchMode):
+    """Sees every operation, in ``__torch_dispatch__``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else PyTorch loads its compiler, which takes seconds and is not used here
+
+
 LAYOUT = frozenset(
     (
         *RESHAPES,
@@ -185,14 +196,14 @@ class _Known:
     lost: int = NO_REASON  # why axes of it have no labels
 
 
-class _Tracer(TorchDispatchMode):
+class _Tracer(Interceptor):
     def __init__(
         self,
         model: nn.Module,
         exclude: Sequence[str],
         choices: Choices,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+        super().__init__()
         self.channels = Channels()
         self.names = named_tensors(model)
         self.parameters = {id(t): name for name, t in self.names.items()}
@@ -216,7 +227,7 @@ class _Tracer(TorchDispatchMode):
         for module in model.modules():
             self._freeze_kernel(module)
         for name, tensor in self.names.items():
-            if any(name == e or name.startswith(f"{e}.") for e in exclude):
+            if self._is_excluded(name):
                 self._freeze(tensor)
 
     def _freeze_kernel(self, module: nn.Module) -> None:
@@ -453,8 +464,11 @@ class _Tracer(TorchDispatchMode):
             self.splits,
             self.passes,
             list(self.causes),
-            unused,
+            [name for name in unused if not self._is_excluded(name)],
         )
+
+    def _is_excluded(self, name: str) -> bool:
+        return any(name == e or name.startswith(f"{e}.") for e in self.exclude)
 
 
 def remedy(module: str) -> str:
