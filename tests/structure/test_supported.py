@@ -82,6 +82,28 @@ def test_lazy_layers_that_have_run_are_layers():
     assert Structure.trace(model, VECTOR).cut_groups() == ["0"]
 
 
+def test_buffers_that_share_a_table_are_written_like_others(tmp_path):
+    table = torch.rand(8)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+            self.register_buffer("scale", table[:1].expand(8))
+            self.register_buffer("table", table[2:])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lin(x) * self.table.mean() * self.scale
+
+    model = nn.Sequential(Scaled(), nn.ReLU(), Scaled(), nn.Linear(8, 5))
+    data = fq.clients([(torch.randn(8, 8), torch.arange(8) % 5)], budgets=[1.0])
+    run = fq.train(model, VECTOR, fq.FedAvg(), data, rounds=1, workers=0, out=tmp_path / "run")
+    assert model[0].table.data_ptr() == model[2].table.data_ptr()  # the model given is as it was
+    net = run.customize()
+    torch.testing.assert_close(net[2].table, table[2:])
+    fq.export(model, tmp_path / "model.safetensors", VECTOR)
+
+
 class Halves(nn.Module):
     """Parameters that lie beside each other in one memory, and have no element in common."""
 

@@ -141,7 +141,8 @@ def _safetensors(
             "the weights alone are not this model: outputs of its layers are scaled, by a factor "
             "that its tied or computed weights cannot hold; write it to .onnx or .pt2"
         )
-    tensors = {n: t.detach().contiguous() for n, t in named_tensors(model).items()}
+    plain = torch.contiguous_format  # copies, since a file has no tensors that share memory
+    tensors = {n: t.detach().clone(memory_format=plain) for n, t in named_tensors(model).items()}
     save_file(tensors, path, metadata={"fedquilt": json.dumps(about, sort_keys=True)})
     with safe_open(path, framework="pt") as file:
         values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

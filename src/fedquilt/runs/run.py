@@ -50,6 +50,7 @@ from fedquilt.structure.budget import Budget, fit
 from fedquilt.structure.cut import build, load, source_name
 from fedquilt.structure.groups import Structure
 from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.supported import separate_buffers
 from fedquilt.structure.trace import Example, arguments, named_tensors
 from fedquilt.training.attack import PGD
 from fedquilt.training.dualnorm import (
@@ -377,6 +378,7 @@ def train(
     if not resume:
         warn_of_lost_values(model, method)
     model = copy.deepcopy(model)
+    separate_buffers(model)
     found = structure or Structure.trace(
         model, example, exclude=exclude, blocks=blocks, keep_numbers=keep_numbers
     )

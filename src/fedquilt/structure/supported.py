@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,33 @@ def require_supported(model: nn.Module) -> None:
     _require_own_memory(tensors)
 
 
-def _require_own_memory(tensors: dict[str, Tensor]) -> None:
-    """Two tensors that share memory would come apart when they are cut, sent and averaged."""
+def _require_own_memory(tensors: Mapping[str, Tensor]) -> None:
+    """A parameter that shares memory would come apart from it when it is cut, sent and averaged."""
+    for one, other in _sharing(tensors):
+        if any(isinstance(tensors[name], nn.Parameter) for name in (one, other)):
+            raise StructureError(
+                f"'{one}' and '{other}' are two tensors that share memory, and would come apart in "
+                "training; make them one parameter under two names, or use views of one in "
+                "forward, or give each its own memory with clone()"
+            )
+
+
+def separate_buffers(model: nn.Module) -> None:
+    """Gives buffers that share memory, as views of one table or expanded values, their own."""
+    buffers = dict(model.named_buffers())
+    shared = {other for _, other in _sharing(buffers)}
+    copies = {
+        id(buffer): buffer.clone(memory_format=torch.contiguous_format)
+        for name, buffer in buffers.items()
+        if name in shared or 0 in buffer.stride()
+    }
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = copies.get(id(buffer), buffer)
+
+
+def _sharing(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Names of tensors that are not the same and have memory in common, in pairs."""
     by_storage: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel() and tensor.device.type != "meta" and tensor.layout is torch.strided:
@@ -48,11 +74,7 @@ def _require_own_memory(tensors: dict[str, Tensor]) -> None:
     for names in by_storage.values():
         for one, other in itertools.combinations(names, 2):
             if _overlap(tensors[one], tensors[other]):
-                raise StructureError(
-                    f"'{one}' and '{other}' are two tensors that share memory, and would come "
-                    "apart in training; make them one parameter under two names, or use views of "
-                    "one in forward, or give each its own memory with clone()"
-                )
+                yield one, other
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
