@@ -303,8 +303,12 @@ def test_workers_vanish_with_a_server_that_is_killed(engine, places, tmp_path):
     server.join()
     wait_for(lambda: all(has_vanished(pid) for pid in pids), seconds=WAIT / 4)
     assert any(places[1].iterdir())  # nobody could tidy up ...
-    engine(0).close()
-    assert nothing_left(places)  # ... but the next engine does
+
+    def tidied() -> bool:  # ... but the next engine does, when the last thread is gone too
+        engine(0).close()
+        return nothing_left(places)
+
+    wait_for(tidied, seconds=WAIT / 4)
 
 
 def test_folders_of_engines_that_live_are_left_alone(engine, undisturbed):

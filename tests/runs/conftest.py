@@ -38,6 +38,8 @@ METHODS = {
     "heterofl": fq.HeteroFL(steps, fraction=0.5),
     "standalone": fq.standalone(steps, fraction=0.5),
     "lg-fedavg": fq.lg_fedavg(steps, fraction=0.5, shared=("4.*",)),
+    "stc": fq.STC(steps, fraction=0.5),
+    "splitmix": fq.SplitMix(steps, fraction=0.5, base=0.5),
 }
 
 def train(name, out, resume, rounds, limit):

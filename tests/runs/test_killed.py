@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-METHODS = ["heterofl", "standalone", "lg-fedavg"]
+METHODS = ["heterofl", "standalone", "lg-fedavg", "stc", "splitmix"]
 
 
 @pytest.mark.slow
