@@ -184,6 +184,7 @@ def run_all(page, clone, *modes):
             run(block, clone)
 
 
+@pytest.mark.timeout(1200)  # as many seconds as a busy machine may need
 @pages_with("run")
 def test_quick_blocks_run_as_typed(page, clone):
     run_all(page, clone, "run")
