@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fedquilt.deploy import nodes
 from fedquilt.deploy.hello import Hello
 from fedquilt.deploy.server import trained
 from fedquilt.engines.flower import letters
@@ -28,6 +29,12 @@ from fedquilt.training.plain import as_plain
 
 from .conftest import CLIENTS, Place
 from .test_engine import FEDAVG, Meddler, _client, edited, records, same, with_array
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr(nodes, "PAUSE", 0.01)
+
 
 MUCH = 2**20  # bytes, beyond what any answer here may have
 

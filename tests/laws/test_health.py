@@ -9,7 +9,7 @@ from fedquilt.runs.loop import Evaluated, Noticed, Pace
 
 from .conftest import OPTIMISER
 
-LONGER = replace(OPTIMISER, lr=0.1, epochs=3)  # so that there is something to learn
+LONGER = replace(OPTIMISER, lr=0.1, epochs=2)  # so that there is something to learn
 
 
 def test_a_healthy_run_raises_no_alarm(case):
