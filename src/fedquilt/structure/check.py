@@ -81,12 +81,11 @@ def found_structure(
             except StructureError as problem:
                 first = first or problem
             else:
-                warn_of_whole(structure)
-                structure = replace(
-                    structure, channels_last=_takes_channels_last(model, structure, example)
-                )
                 small_probe = _half_probe(structure, probe)
                 del probe  # it is as large as the model
+                warn_of_whole(structure)
+                is_last = _takes_channels_last(model, structure, example)
+                structure = replace(structure, channels_last=is_last)
                 return with_blocks(model, structure, example, blocks, small_probe)
     assert first is not None
     raise first
