@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import time
 
@@ -31,9 +32,13 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_files(
         killed += code == -signal.SIGKILL
         assert code in (0, -signal.SIGKILL), trainer.errors.read_text()
         if code == 0:
-            break
+            assert tree(out) == tree(tmp_path / "whole")
+            if killed >= 3:
+                break
+            shutil.rmtree(out)  # the machine was slower when the time was taken
+            usual /= 2
     assert killed >= 3
-    assert tree(out) == tree(tmp_path / "whole")
+    assert code == 0
 
 
 @pytest.mark.slow
