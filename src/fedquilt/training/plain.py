@@ -21,9 +21,9 @@ ROOMS = ("fedquilt.training.", "fedquilt.structure.budget:", "fedquilt.structure
 def as_plain(value: Any) -> Any:
     """The value as numbers, words, lists and mappings.
 
-    >>> from fedquilt.training.statistics import Statistics
-    >>> as_plain(Statistics(10))
-    {'is': 'fedquilt.training.statistics:Statistics', 'batch_size': 10, 'epochs': 1}
+    >>> from fedquilt.training.exits import ExitLosses
+    >>> as_plain(ExitLosses(0.5))
+    {'is': 'fedquilt.training.exits:ExitLosses', 'distil': 0.5, 'only_last': False}
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -41,9 +41,9 @@ def as_plain(value: Any) -> Any:
 def from_plain(value: Any, allowed: Iterable[type] = ()) -> Any:
     """The value again; ``allowed`` are classes beside this library's own.
 
-    >>> from fedquilt.training.statistics import Statistics
-    >>> from_plain(as_plain(Statistics(10)))
-    Statistics(batch_size=10, epochs=1)
+    >>> from fedquilt.training.exits import ExitLosses
+    >>> from_plain(as_plain(ExitLosses(0.5)))
+    ExitLosses(distil=0.5, only_last=False)
     """
     classes = {_name(kind): kind for kind in allowed}
     return _made(value, classes)
