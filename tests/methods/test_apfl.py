@@ -340,7 +340,8 @@ def test_a_clients_net_can_be_taken_and_the_global_one_has_the_mean_of_statistic
             torch.testing.assert_close(mine(x), own_net(trained, client)(x))
         reopened = fq.open_run(trained.folder, trained.setup.model, trained.method)
         torch.testing.assert_close(reopened.customize(client=1)(x), own_net(trained, 1)(x))
-        small = trained.customize(width=0.5)
+        with pytest.warns(UserWarning, match=r"no client trained a model of size 0\.5"):
+            small = trained.customize(width=0.5)
         assert small.features[0].out_channels == 4
         torch.testing.assert_close(small(x)[:1], small(x[:1]))
         name, layer = "features.1.running_mean", trained.customize().features[1]
@@ -349,7 +350,7 @@ def test_a_clients_net_can_be_taken_and_the_global_one_has_the_mean_of_statistic
         assert not layer.running_mean.equal(trained.setup.model.features[1].running_mean)
         silent = replace(trained, method=replace(trained.method, query_statistics=False))
         with pytest.warns(UserWarning, match="every batch by itself"):
-            bare = silent.customize(width=0.5)
+            bare = silent.customize()
         assert bare.features[1].running_mean is None
     with pytest.raises(
         ConfigError, match=r"client 7 has no net of its own; those are \[0, 1, 2, 3"

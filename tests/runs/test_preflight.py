@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import fedquilt as fq
-from fedquilt.errors import BudgetError, ConfigError, DataError
+from fedquilt.errors import BudgetError, CheckpointError, ConfigError, DataError
 from fedquilt.models import MODELS
 from fedquilt.runs.preflight import find_method
 from fedquilt.training.initial import find_given_value
@@ -212,3 +212,23 @@ def test_split_mix_says_that_it_does_not_use_the_models_values(start):
     ) as said:
         fq.train(model, torch.zeros(1, 5), method, clients(), 1)
     assert said[0].filename == __file__  # where the model was given
+
+
+def test_a_run_is_resumed_from_a_directory_and_kept_in_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"resumed from its directory.*give out="):
+        fq.train(net(), torch.zeros(1, 5), "fedavg", clients(), 1, resume=True)
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    with pytest.raises(CheckpointError, match="is a file, and cannot hold a run"):
+        fq.train(net(), torch.zeros(1, 5), "fedavg", clients(), 1, out=file)
+    assert file.read_text() == "mine"
+    with pytest.raises(CheckpointError, match="does not exist"):
+        fq.open_run(tmp_path / "nowhere", net(), "fedavg")
+
+
+def test_one_width_is_as_good_as_several_and_one_that_nobody_trained_is_said(start):
+    run = start(people=clients(test=(torch.randn(9, 5), torch.arange(9) % 3)))
+    (score,) = run.evaluate(widths=1.0, workers=0)
+    assert score.width == 1
+    with pytest.warns(UserWarning, match=r"no client trained a model of size 0\.5.* trained is 1"):
+        run.customize(width=0.5)

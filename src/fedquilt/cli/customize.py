@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,7 +79,9 @@ def customize(
     if client is not None and (width < 1 or limits or family or robustness is not None):
         raise ConfigError("the net of a client has the size that it chose; give --client alone")
     run = opened(folder, model=model, trust=trust)
-    small = run.customize(width, robustness, client=client, **limits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say is among the facts
+        small = run.customize(width, robustness, client=client, **limits)
     facts = _facts(run, small, client=client, is_family=family)
     kept = {**facts, "config": run.about.get("config")}
     written = export(small, out, about=kept, family=family)

@@ -31,6 +31,7 @@ from fedquilt.config import (
 from fedquilt.data.source import Source
 from fedquilt.deploy.launch import ENGINES, place_of, spelled_out, trained
 from fedquilt.errors import CheckpointError, ConfigError, unknown
+from fedquilt.federation.mix import deal
 from fedquilt.federation.state import Phase
 from fedquilt.methods.method import shares_weights
 from fedquilt.models import is_code
@@ -237,6 +238,9 @@ def _chosen(config: Config) -> str:
     sizes = as_value(budgets).strip("[]") if isinstance(budgets, tuple) else budgets
     clients = "natural clients"
     if config.data.clients is not None:
+        num_dealt = len(set(deal(budgets, config.data.clients))) if budgets is not None else 0
+        if isinstance(budgets, tuple) and num_dealt < len(set(map(as_value, budgets))):
+            sizes = f"{sizes} (of which {config.data.clients} clients have {num_dealt})"
         share = method.fraction  # type: ignore[attr-defined]
         cohort = Phase("train", config.rounds, share).cohort_size(config.data.clients)
         clients = f"{cohort} of {config.data.clients} clients"

@@ -176,6 +176,8 @@ def save(
 def load(folder: Path) -> Bundle:
     """Opens a bundle, and refuses one that is damaged or foreign."""
     path = folder / "bundle.json"
+    if not folder.parent.exists():
+        raise CheckpointError(f"{folder.parent} does not exist; give the directory of a run")
     if not path.exists():
         raise CheckpointError(
             f"{folder.parent} holds no finished model; finish its run (fedquilt train --resume "

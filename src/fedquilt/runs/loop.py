@@ -452,7 +452,8 @@ class Loop:
         if paths:
             newest, *_ = damaged.values()
             raise CheckpointError(
-                f"{newest}; no earlier checkpoint can be used: start the run anew"
+                f"{newest} (no other checkpoint can be used; if nothing can be restored, start "
+                "the run anew in another directory)"
             ) from newest
         self._records.cut_back()
         return self._started(), False  # stopped before the first checkpoint

@@ -123,7 +123,10 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(_read_lines(path), 1):
         record = _parsed(line)
         if record is None or (known is not None and _hash(line) not in known):
-            raise DamageError(f"{path} is damaged: its line {number} is not what was written")
+            raise DamageError(
+                f"{path} or the hashes of its lines in {TIMING} are damaged: line {number} is not "
+                "what was written; restore them, or remove both files to go on without records"
+            )
         records.append(record)
     return records
 

@@ -66,6 +66,10 @@ from fedquilt.training.tracking import needs_batches, untracked
 CLIENTS_FILE = "clients.json"  # who takes part, where clients are nodes
 FIRST_FILES = ("config.toml", "lock", CLIENTS_FILE)  # that there may be before there is a run
 TRAINING = ("optimiser", "fraction")  # settings of methods that a finished model does not need
+UNTRAINED = (
+    "no client trained a model of size {0:g}, which may answer no better than chance; the smallest "
+    "that was trained is {1:g}"
+)
 NEEDS_BATCHES = (
     "this model normalises every batch by itself, so that its answer to an example depends on the "
     "others in the batch; train with query_statistics (the default), and with layers whose "
@@ -111,6 +115,8 @@ class Run:
     ) -> nn.Module:
         """An ordinary module of a width (the largest trained one), or the widest within limits.
 
+        A warning says so if the smallest size that was trained is larger.
+
         Limits are ``params``, ``macs``, ``memory`` and ``upload``. ``robustness`` is from 0
         (accurate; the default) to 1, for models that were trained with such a dial.
 
@@ -133,6 +139,8 @@ class Run:
         dial = self._dial(robustness)
         found = self._width_within(_budget(max(sizes) if width is None else width, limits))
         nets = [self._module(subnet) for subnet in self.method.mix(setup, self.state, found)]
+        if found < min(sizes) - 1e-9:
+            warnings.warn(UNTRAINED.format(found, min(sizes)), stacklevel=2)
         if not self.method.has_statistics(setup):
             nets = [untracked(net) for net in nets]
         if any(map(needs_batches, nets)):
@@ -227,8 +235,8 @@ class Run:
         self,
         population: Population | None = None,
         *,
-        widths: tuple[float, ...] | None = None,
-        robustness: tuple[float, ...] = (),
+        widths: float | tuple[float, ...] | None = None,
+        robustness: float | tuple[float, ...] = (),
         attack: PGD | None = None,
         batch_statistics: bool = False,
         workers: int | None = None,
@@ -244,13 +252,16 @@ class Run:
         if people is None:
             raise ConfigError("this run was opened without its data; give evaluate(population)")
         check_clients(people)
-        widths = None if widths is None else tuple(Budget(width).width for width in widths)
         if attack is not None and not people.testers:
             raise ConfigError(
                 "an attack is on the test data of clients, and these have none; divide the test "
                 "data among them, or evaluate without an attack"
             )
-        for value in robustness:
+        sizes = None
+        if widths is not None:
+            sizes = tuple(Budget(width).width for width in _several(widths))
+        dials = _several(robustness)
+        for value in dials:
             self._dial(value)
         kept = self._kept()
         state = self.state
@@ -271,8 +282,8 @@ class Run:
                 engine,
                 held_out=people.held_out,
                 testers=people.testers,
-                widths=widths,
-                robustness=robustness,
+                widths=sizes,
+                robustness=dials,
                 attack=attack,
                 batch_statistics=batch_statistics,
             )
@@ -332,6 +343,11 @@ def _line(score: SizeScore) -> str:
     return f"{score.width:g}{dial}: {score.params:,} parameters{found}"
 
 
+def _several(given: float | tuple[float, ...]) -> tuple[float, ...]:
+    """One number, or several, as a tuple of them."""
+    return tuple(given) if isinstance(given, (tuple, list)) else (given,)
+
+
 def _budget(width: float, limits: Mapping[str, int]) -> Budget:
     try:
         return Budget(width, **limits)
@@ -374,6 +390,8 @@ def train(
     """
     method = find_method(method)
     check_value("seed", seed, Number)
+    if resume and out is None:
+        raise ConfigError("a run is resumed from its directory, and there is none; give out=...")
     check_start(model, example, clients, rounds)
     if not resume:
         warn_of_lost_values(model, method)
@@ -453,6 +471,8 @@ def local_engine(workers: int | None, timeouts: Timeouts | None = None) -> MakeE
 
 def prepared(folder: Path, *, resume: bool) -> Path:
     """The run's directory, refused if that would overwrite one or if there is none to resume."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file, and cannot hold a run; choose another --out")
     has_run = (folder / "initial.safetensors").exists()
     if resume and not has_run:
         raise CheckpointError(f"{folder} holds no run to resume; start one with --out {folder}")
