@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedquilt.cli.console import console_for, print_json, say
 from fedquilt.cli.options import (
@@ -33,6 +32,7 @@ from fedquilt.runs.configured import opened
 from fedquilt.runs.run import Run
 from fedquilt.structure.budget import Budget
 from fedquilt.training.dualnorm import checked_robustness
+from fedquilt.training.tracking import needs_batches
 
 EXAMPLE = "fedquilt customize runs/digits-splitmix-1 --width 0.5 --robustness 0.3 --out small.onnx"
 
@@ -112,7 +112,7 @@ def _facts(run: Run, small: nn.Module, *, client: int | None, is_family: bool) -
         "macs": price.macs,
         "seed": run.seed,
         "input": {"shapes": [x["shape"] for x in about["example"]], "scale": about.get("scale")},
-        "needs_batches": _needs_batches(small),
+        "needs_batches": needs_batches(small),
         "is_trained_size": is_own or width in about["sizes"],
         "statistics_of": mix[0].owner if mix[0].own and not is_mixed and not is_own else None,
     }
@@ -124,11 +124,6 @@ def _family_facts(small: nn.Module, width: float) -> dict[str, Any]:
         "has_robustness": small.fedquilt_robustness is not None,
         "widths": list(small.widths) if isinstance(small, Mixture) else [width],
     }
-
-
-def _needs_batches(model: nn.Module) -> bool:
-    """Whether normalisation takes the statistics of each batch, since it has no others."""
-    return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in model.modules())
 
 
 def _describe(run: Run, facts: Mapping[str, Any]) -> None:
