@@ -18,6 +18,7 @@ test-federation: .venv/test  ## runs on Flower for real: every method, and what 
 lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 types: .venv/test
 	$(BIN)/mypy

@@ -19,42 +19,44 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fedquilt.data.examples import as_examples
-from fedquilt.engines.worker import keep_memory
-from fedquilt.federation.client import Task
-from fedquilt.models import make
-from fedquilt.structure.groups import Structure
+from fedquilt.data import to_examples
+from fedquilt.engines.worker import retain_freed_memory
+from fedquilt.federation.client import Recipe, Task
+from fedquilt.models import make_model
+from fedquilt.structure.create import trace_structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import named_tensors
+from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.bilevel import Bilevel
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.gating import gateable
-from fedquilt.training.recipe import Recipe, Workbench
-from fedquilt.training.sgd import SGD
-from fedquilt.training.tracking import untracked
+from fedquilt.training.context import ClientContext
+from fedquilt.training.gating import find_gateable_groups
+from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.settings import LocalTraining
+from fedquilt.training.tracking import without_running_stats
 
 BATCH = 10
 LSTM_LENGTH = 80
 
 
 def ways(
-    net: nn.Module, x: Tensor, num_classes: int, exclude: tuple[str, ...], settings: Optimiser
+    net: nn.Module, x: Tensor, num_classes: int, exclude: tuple[str, ...], settings: LocalTraining
 ) -> dict[str, Callable[[], object]]:
     """A client's whole work: by SGD on all but a tenth of its data, by ADDS on all of them."""
-    structure = Structure.trace(net, x[:2], exclude=exclude)
-    groups = gateable(net, structure, x[:2])
-    data = as_examples((x, torch.randint(num_classes, (len(x),))))
+    structure = trace_structure(net, x[:2], exclude=exclude)
+    groups = find_gateable_groups(net, structure, x[:2])
+    data = to_examples((x, torch.randint(num_classes, (len(x),))))
     rest = data.select(torch.arange(len(x) // 10, len(x)))
     params = {n: t.detach().clone() for n, t in named_tensors(net).items()}
 
     def work(recipe: Recipe, examples: object) -> Callable[[], object]:
-        bench = Workbench(net, structure, {"train": {0: examples}})  # type: ignore[dict-item]
-        return lambda: recipe.run(Task(0, (Subnet(),), params, recipe, seed=0), bench)
+        bench = ClientContext(net, structure, {"train": {0: examples}})  # type: ignore[dict-item]
+        return lambda: recipe.run(Task(0, (Subnet(),), params, recipe, seed=0), bench).update
 
     return {
-        "sgd": work(SGD(settings, settings.lr), rest),
-        "slimming": work(Bilevel(settings, settings.lr, groups, share=0.9), data),
-        "lrp": work(Bilevel(settings, settings.lr, groups, share=0.9, importance="lrp"), data),
+        "sgd": work(LocalSGD(settings, settings.lr), rest),
+        "slimming": work(Bilevel(settings, settings.lr, groups, keep_fraction=0.9), data),
+        "lrp": work(
+            Bilevel(settings, settings.lr, groups, keep_fraction=0.9, importance="lrp"), data
+        ),
     }
 
 
@@ -64,10 +66,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batches", type=int, default=9, help="of an epoch")
     options = parser.parse_args()
-    keep_memory()
+    retain_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    settings = Optimiser(lr=0.01, epochs=options.epochs, batch_size=BATCH, clip=None)
+    settings = LocalTraining(lr=0.01, epochs=options.epochs, batch_size=BATCH, max_grad_norm=None)
     count = options.batches * BATCH * 10 // 9
     nets = {
         "adds-vgg": (torch.rand(count, 1, 28, 28), 62, ()),
@@ -75,7 +77,7 @@ def main() -> None:
     }
     print(f"{'net':<10} {'way':<9} {'ms a step':>9} {'ratio':>6}")
     for name, (x, num_classes, exclude) in nets.items():
-        steps = ways(untracked(make(name, {})), x, num_classes, exclude, settings)
+        steps = ways(without_running_stats(make_model(name, {})), x, num_classes, exclude, settings)
         seconds: dict[str, list[float]] = {way: [] for way in steps}
         for number in range(options.repeats + 1):
             for way, step in steps.items():

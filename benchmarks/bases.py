@@ -17,12 +17,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedquilt.engines.worker import keep_memory
-from fedquilt.models import make
-from fedquilt.structure.layout import lay_out
-from fedquilt.training.descent import Optimiser, learner
-from fedquilt.training.objectives import Plain
-from fedquilt.training.tracking import untracked
+from fedquilt.engines.worker import retain_freed_memory
+from fedquilt.models import make_model
+from fedquilt.structure.layout import use_channels_last
+from fedquilt.training.objectives import CrossEntropy
+from fedquilt.training.settings import LocalTraining
+from fedquilt.training.sgd import make_trainer
+from fedquilt.training.tracking import without_running_stats
 
 Step = Callable[[Tensor, Tensor], object]
 NUM_BASES = 8
@@ -30,22 +31,25 @@ NUM_BASES = 8
 
 def ways() -> dict[str, Step]:
     """How a batch is learned from: by the wide net, and by the bases in several ways."""
-    settings, generator = Optimiser(clip=None), torch.Generator()
+    settings, generator = LocalTraining(max_grad_norm=None), torch.Generator()
 
     def step(count: int, width: float, *, together: bool = False, rows: bool = True) -> Step:
-        nets = [untracked(make("digits-cnn", {"width": width})).train() for _ in range(count)]
+        nets = [
+            without_running_stats(make_model("digits-cnn", {"width": width})).train()
+            for _ in range(count)
+        ]
         for net in nets if rows else ():
-            lay_out(net)
-        trained = learner(nets, settings, 0.01, Plain(), together=together)
-        return lambda x, y: trained.step(x, y, None, generator)
+            use_channels_last(net)
+        trained = make_trainer(nets, settings.optimizer_at(0.01), CrossEntropy(), stacked=together)
+        return lambda x, y: trained.step((x, y), generator)
 
     base = 1 / NUM_BASES
     return {
         "x1": step(1, 1.0),
         "bases in turn": step(NUM_BASES, base),
         "bases in turn, channels first": step(NUM_BASES, base, rows=False),
-        "bases together": step(NUM_BASES, base, together=True),
-        "bases together, channels first": step(NUM_BASES, base, together=True, rows=False),
+        "bases together": step(NUM_BASES, base, stacked=True),
+        "bases together, channels first": step(NUM_BASES, base, stacked=True, rows=False),
     }
 
 
@@ -54,7 +58,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=32)
     options = parser.parse_args()
-    keep_memory()
+    retain_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     steps = ways()

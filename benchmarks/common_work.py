@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 
 import fedquilt as fq
-from fedquilt.runs.loop import Event, RoundDone
+from fedquilt.runs.events import Event, RoundDone
 
 WIDTHS = (1.0, 0.25)
 
@@ -34,7 +34,6 @@ class InTurn:
 
     inner: fq.FedAvg
     cohort: int
-    home: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
@@ -48,10 +47,10 @@ def ours(work: ModuleType, width: float, rounds: int, workers: int) -> float:
     x, y = work.images()
     count = (rounds + 1) * work.COHORT
     rows = [work.client_rows(c, len(x)) for c in range(count)]
-    people = fq.clients([torch.utils.data.TensorDataset(x[r], y[r]) for r in rows])
+    people = fq.make_clients([torch.utils.data.TensorDataset(x[r], y[r]) for r in rows])
     torch.manual_seed(0)
-    settings = fq.Optimiser(
-        lr=work.LR, momentum=0, weight_decay=0, epochs=1, batch_size=work.BATCH, clip=None
+    settings = fq.LocalTraining(
+        lr=work.LR, momentum=0, weight_decay=0, epochs=1, batch_size=work.BATCH, max_grad_norm=None
     )
     times: list[float] = []
 
@@ -60,7 +59,7 @@ def ours(work: ModuleType, width: float, rounds: int, workers: int) -> float:
             times.append(event.seconds)
 
     method = InTurn(fq.FedAvg(settings, fraction=1.0), work.COHORT)
-    fq.train(work.Net(width), x[:1], method, people, rounds + 1, workers=workers, watch=watch)
+    fq.train(work.Net(width), x[:1], method, people, rounds + 1, workers=workers, callbacks=[watch])
     return statistics.median(times[1:])
 
 

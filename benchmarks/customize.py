@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.customize import bundle
-from fedquilt.customize.mixture import Mixture
+from fedquilt.customize.ensemble import Ensemble
 from fedquilt.federation.state import Setup
+from fedquilt.files import hash_file
 from fedquilt.models.splitmix import DigitsCNN
-from fedquilt.runs.checkpoint import file_hash
 
 EXAMPLE = torch.zeros(1, 3, 28, 28)
 METHOD = fq.SplitMix(base=0.125, robust=True)
@@ -70,21 +70,21 @@ def finished(folder: Path) -> tuple[nn.Module, float]:
     """A run's model on disk, as training would leave it; and the time to trace it, in seconds."""
     model = DigitsCNN()
     start = time.perf_counter()
-    structure = fq.Structure.trace(model, EXAMPLE)
+    structure = fq.trace_structure(model, EXAMPLE)
     traced = time.perf_counter() - start
     people = (fq.Client(0, 1, (), fq.Budget(1.0)),)
-    setup = METHOD.prepared(Setup(model, structure, EXAMPLE, people, rounds=1, seed=0))
+    setup = METHOD.prepare_model(Setup(model, structure, EXAMPLE, people, rounds=1, seed=0))
     about = {
         "seed": 0,
         "rounds": 1,
         "sizes": list(METHOD.sizes(setup)),
         "example": [{"shape": list(EXAMPLE.shape), "dtype": "float32"}],
     }
-    bundle.save(folder / "model", METHOD.start(setup).params, structure, about)
+    bundle.save_bundle(folder / "model", METHOD.start(setup).params, structure, about)
     return model, traced
 
 
-def switching(model: Mixture, count: int) -> dict[str, float]:
+def switching(model: Ensemble, count: int) -> dict[str, float]:
     """Other programs on the machine lengthen a few switches; the time on the processor does not."""
     wall, processor = [], []
     for number in range(count):
@@ -134,7 +134,7 @@ def measured(switches: int, repeat: int) -> dict[str, Any]:
 
         run = fq.open_run(folder, net, METHOD)
         whole = run.customize()
-        assert isinstance(whole, Mixture)
+        assert isinstance(whole, Ensemble)
         image = torch.rand(1, 3, 28, 28)
         forward = statistics.median(seconds(lambda: whole(image), max(20, repeat)))
         slim = run.customize(0.125)
@@ -144,7 +144,7 @@ def measured(switches: int, repeat: int) -> dict[str, Any]:
             "switch": switching(whole, switches),
             "open": statistics.median(opening),
             "trace": traced,
-            "hash_of_the_file": statistics.median(seconds(lambda: file_hash(file), repeat)),
+            "hash_of_the_file": statistics.median(seconds(lambda: hash_file(file), repeat)),
             "file_bytes": file.stat().st_size,
             "take": {
                 label: {"first": first(width), **taking(run, width, repeat)}

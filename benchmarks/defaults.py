@@ -17,11 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedquilt.config import checked, method_of, read
+from fedquilt.formatting import format_percent
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import SIZE_NAMES
-from fedquilt.report.tables import percent
 from fedquilt.runs.records import read_times
+from fedquilt.settings.load import load_config
+from fedquilt.settings.resolve import build_method
+from fedquilt.settings.toml import read_toml
 
 HEAD = ("method", "rounds × epochs", "sizes", "accuracy", "own nets", "seconds", "budgets")
 
@@ -47,10 +49,10 @@ def result(name: str, folder: Path, workers: Sequence[str]) -> dict[str, Any]:
     where = ["--resume", str(folder)] if is_begun else ["--method", name, "--out", str(folder)]
     command = [sys.executable, "-m", "fedquilt.cli", "train", *where, *workers, "--json"]
     scores = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    optimiser = method_of(checked(read(folder / "config.toml"))).optimiser  # type: ignore[attr-defined]
+    local_training = build_method(load_config(read_toml(folder / "config.toml"))).local_training  # type: ignore[attr-defined]
     return {
         "method": name,
-        "epochs": optimiser.epochs,
+        "epochs": local_training.epochs,
         "seconds": sum(record["seconds"] for record in read_times(folder)),
         **{key: value for key, value in scores.items() if key != "run"},
     }
@@ -68,8 +70,8 @@ def _cells(result: dict[str, Any]) -> list[str]:
         result["method"],
         f"{result['rounds']} × {result['epochs']}",
         SIZE_NAMES[sizes[0]["kind"]] + " " + ", ".join(f"{size['width']:g}" for size in sizes),
-        ", ".join(percent(size[result["score"]]).rstrip("%") for size in sizes),
-        percent(own[0]).rstrip("%") if own else "",
+        ", ".join(format_percent(size[result["score"]]).rstrip("%") for size in sizes),
+        format_percent(own[0]).rstrip("%") if own else "",
         f"{result['seconds']:.0f}",
         "kept" if exceeding is None else exceeding.partition(":")[0],
     ]

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.models import make
-from fedquilt.structure.blocks import residual_blocks
-from fedquilt.structure.groups import traced
-from fedquilt.structure.layout import lay_out
-from fedquilt.training.descent import learner
-from fedquilt.training.objectives import Plain
+from fedquilt.models import make_model
+from fedquilt.structure.blocks.find import find_residual_blocks
+from fedquilt.structure.derive import add_block_steps
+from fedquilt.structure.layout import use_channels_last
+from fedquilt.structure.trace.readings import trace_once
+from fedquilt.training.objectives import CrossEntropy
+from fedquilt.training.sgd import make_trainer
 
 
 def main() -> None:
@@ -36,10 +37,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, example = make(options.model, {}), torch.zeros(1, 3, 32, 32)
-    found, _ = traced(model, example, ())  # unchecked: this is about time
-    plain = replace(found, blocks=residual_blocks(model))
-    model, structure = plain.with_steps(model)
+    model, example = make_model(options.model, {}), torch.zeros(1, 3, 32, 32)
+    found, _ = trace_once(model, example, ())  # unchecked: this is about time
+    plain = replace(found, blocks=find_residual_blocks(model))
+    model, structure = add_block_steps(model, plain)
     subnets = {"whole": structure.subnet(), "shallow": structure.subnet(depth=options.depth)}
     steps = {name: step_of(model, structure, s, options.batch) for name, s in subnets.items()}
     seconds: dict[str, list[float]] = {name: [] for name in subnets}
@@ -50,7 +51,10 @@ def main() -> None:
             seconds[name].append(time.perf_counter() - started)
     medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
     sent = {
-        name: sum(t.nbytes for t in fq.take(dict(model.state_dict()), structure, s).values())
+        name: sum(
+            t.nbytes
+            for t in fq.copy_subnet_tensors(dict(model.state_dict()), structure, s).values()
+        )
         for name, s in subnets.items()
     }
     print(
@@ -72,13 +76,14 @@ def step_of(
     model: nn.Module, structure: fq.Structure, subnet: fq.Subnet, batch: int
 ) -> Callable[[], object]:
     """One step of training on the same images, as a client takes it."""
-    net = fq.build(model, structure, subnet).train()
-    lay_out(net)
-    settings = fq.Optimiser(lr=0.01, clip=None)
+    net = fq.build_module(model, structure, subnet).train()
+    use_channels_last(net)
+    settings = fq.LocalTraining(lr=0.01, max_grad_norm=None)
+    optimizer = settings.optimizer_at(settings.lr)
     x, y = torch.rand(batch, 3, 32, 32), torch.randint(10, (batch,))
-    trained = learner([net], settings, settings.lr, Plain(), together=False)
+    trained = make_trainer([net], optimizer, CrossEntropy(), stacked=False)
     generator = torch.Generator()
-    return lambda: trained.step(x, y, None, generator)
+    return lambda: trained.step((x, y), generator)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ import fedquilt as fq
 from fedquilt.engines.local import LocalEngine
 from fedquilt.federation.state import Setup
 from fedquilt.models.heterofl import CNN
-from fedquilt.structure.cut import load
-from fedquilt.structure.trace import named_tensors
+from fedquilt.structure.cut import load_tensors
+from fedquilt.structure.tensors import named_tensors
 
 CLIENTS, EXAMPLES, BATCH = 10, 300, 10
-SETTINGS = fq.Optimiser(lr=0.01, epochs=1, batch_size=BATCH, clip=None)
+SETTINGS = fq.LocalTraining(lr=0.01, epochs=1, batch_size=BATCH, max_grad_norm=None)
 
 
 def work() -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,13 +43,13 @@ def bare_round(model: CNN, structure: fq.Structure, width: float) -> Callable[[]
     x, y = work()
     subnet = structure.subnet(width)
     params = {n: t.detach().clone() for n, t in named_tensors(model).items()}
-    small = fq.build(model, structure, subnet).train()
-    start = fq.take(params, structure, subnet)
+    small = fq.build_module(model, structure, subnet).train()
+    start = fq.copy_subnet_tensors(params, structure, subnet)
 
     def round() -> object:
         total = {n: torch.zeros_like(t) for n, t in start.items()}
         for client in range(CLIENTS):
-            load(small, start)
+            load_tensors(small, start)
             sgd = torch.optim.SGD(
                 small.parameters(),
                 SETTINGS.lr,
@@ -100,8 +100,8 @@ def measure(width: float, rounds: int) -> dict[str, float]:
     torch.manual_seed(0)
     model = CNN()
     example = torch.zeros(1, 1, 28, 28)
-    structure = fq.Structure.trace(model, example)
-    people = fq.clients(work(), count=CLIENTS)
+    structure = fq.trace_structure(model, example)
+    people = fq.make_clients(work(), count=CLIENTS)
     setup = Setup(model, structure, example, people.clients, 1, 0)
 
     def engine(workers: int) -> LocalEngine:

@@ -27,11 +27,18 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
-from fedquilt.config import Config, checked, override, resolved, source_of
 from fedquilt.deploy.federation import HOST, Federation
-from fedquilt.deploy.launch import Place, node_configs, spelled_out, trained
-from fedquilt.runs.configured import ready
-from fedquilt.runs.loop import ignore
+from fedquilt.deploy.launch import (
+    RunningFederation,
+    resolve_for_nodes,
+    train_on_flower,
+)
+from fedquilt.deploy.node_config import make_node_configs
+from fedquilt.runs.from_config import plan_run
+from fedquilt.runs.plan import start_run
+from fedquilt.settings.load import load_config, override_settings
+from fedquilt.settings.resolve import load_source, resolve_config
+from fedquilt.settings.schema import Config
 
 CLIENTS = 3
 PIECE = 1 << 18  # bytes that a relay takes at once
@@ -89,18 +96,18 @@ class Relayed(Federation):
 def config_of(work: str, rounds: int) -> Config:
     rarely = {"run.evaluate_every": 0, "run.checkpoint_every": 0}
     settings = {"rounds": rounds, "data.clients": CLIENTS, **rarely, **WORKS[work]}
-    return checked(override({}, settings))
+    return load_config(override_settings({}, settings))
 
 
 def locally(config: Config, folder: Path, *, workers: int) -> None:
-    config = checked(override(config.model_dump(), {"run.workers": workers}))
-    source = source_of(config)
-    ready(resolved(config, source), source, folder, resume=False)(ignore)
+    config = load_config(override_settings(config.model_dump(), {"run.workers": workers}))
+    source = load_source(config)
+    start_run(plan_run(resolve_config(config, source), source, folder)).train()
 
 
-def on_flower(config: Config, folder: Path, *, place: Place, simulation: bool) -> None:
-    config = spelled_out(config, place)
-    trained(config, folder, lambda line: None, place=place, simulation=simulation)
+def on_flower(config: Config, folder: Path, *, place: RunningFederation, simulation: bool) -> None:
+    config = resolve_for_nodes(config, place)
+    train_on_flower(config, folder, lambda line: None, federation=place, simulation=simulation)
 
 
 def seconds(train: Train, config: Config, folder: Path) -> tuple[float, float]:
@@ -124,7 +131,7 @@ def idle(relay: Relay) -> Row:
 def bytes_sent(folder: Path, wire: dict[str, int] | None) -> Iterator[Row]:
     """For each way: bytes in messages, and on the wire, against those of the subnets in them."""
     sent = json.loads((folder / "traffic.json").read_text())
-    for way, messages in (("down", "num_orders"), ("up", "num_answers")):
+    for way, messages in (("down", "num_messages"), ("up", "num_replies")):
         subnets, inside, count = sent[f"tensors_{way}"], sent[f"bytes_{way}"], sent[messages]
         row: Row = {
             "way": way,
@@ -154,7 +161,12 @@ def on_one_machine(works: Sequence[str], rounds: int, aside: Path) -> Iterator[R
 
 
 def on_nodes(
-    engine: str, place: Place, works: Sequence[str], rounds: int, aside: Path, relay: Relay | None
+    engine: str,
+    place: RunningFederation,
+    works: Sequence[str],
+    rounds: int,
+    aside: Path,
+    relay: Relay | None,
 ) -> Iterator[Row]:
     train = partial(on_flower, place=place, simulation=engine == "flower-simulation")
     for work in works:
@@ -189,14 +201,14 @@ def overheads(rows: Sequence[Row]) -> Iterator[Row]:
 def measured(works: Sequence[str], rounds: int, aside: Path) -> Iterator[Row]:
     """One engine after the other, so that no idle nodes are beside what is measured."""
     yield from on_one_machine(works, rounds, aside)
-    deployed = Relayed(aside / "deployed", node_configs(CLIENTS))
+    deployed = Relayed(aside / "deployed", make_node_configs(CLIENTS))
     with deployed:
         deployed.wait()
         yield idle(deployed.relay)
-        place = Place(deployed.connection, deployed.nodes)
+        place = RunningFederation(deployed.connection, deployed.nodes)
         yield from on_nodes("flower", place, works, rounds, aside, deployed.relay)
     with Federation(aside / "simulated", simulation=True) as simulated:
-        place = Place(simulated.connection, ())
+        place = RunningFederation(simulated.connection, ())
         yield from on_nodes("flower-simulation", place, works, rounds, aside, None)
 
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from resident import field
 
-from fedquilt.config import checked, override
 from fedquilt.deploy.federation import Federation
-from fedquilt.deploy.launch import Place, spelled_out, trained
+from fedquilt.deploy.launch import RunningFederation, resolve_for_nodes, train_on_flower
+from fedquilt.settings.load import load_config, override_settings
 
 PAUSE = 0.5  # seconds between two looks
 EARLY = 2  # the round that the last one is compared with
@@ -68,7 +68,7 @@ class Watcher:
 
     def _sizes(self) -> Sizes:
         found: dict[str, tuple[int, int]] = {}
-        for pid in sorted(self._federation.family()):
+        for pid in sorted(self._federation.list_processes()):
             try:
                 role, held, shared = role_of(pid), field("VmRSS", pid), field("RssShmem", pid)
             except (OSError, RuntimeError):  # it has ended
@@ -121,7 +121,7 @@ def main() -> None:
         "rounds": options.rounds,
         "data.clients": options.clients,
         "method.fraction": options.fraction,
-        "optimiser.epochs": 2,
+        "local_training.epochs": 2,
         "run.evaluate_every": 0,
         "run.checkpoint_every": 0,
     }
@@ -129,10 +129,10 @@ def main() -> None:
         tempfile.TemporaryDirectory() as aside,
         Federation(Path(aside) / "federation", simulation=True) as federation,
     ):
-        place, folder = Place(federation.connection, ()), Path(aside) / "run"
-        config = spelled_out(checked(override({}, settings)), place)
+        place, folder = RunningFederation(federation.connection, ()), Path(aside) / "run"
+        config = resolve_for_nodes(load_config(override_settings({}, settings)), place)
         with Watcher(federation, folder) as watcher:
-            trained(config, folder, lambda line: None, place=place, simulation=True)
+            train_on_flower(config, folder, lambda line: None, federation=place, simulation=True)
         timing = [json.loads(line) for line in (folder / "timing.jsonl").read_text().splitlines()]
     rows = list(compared(watcher.looks, options.rounds))
     seconds = [round(record["seconds"], 1) for record in timing if record["event"] == "RoundDone"]

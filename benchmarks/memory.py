@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from resident import from_here, largest
 
 import fedquilt as fq
-from fedquilt.models import make
+from fedquilt.models import make_model
 
 CASES = [
     ("heterofl-cnn", (1, 28, 28), 1.0, 100),
@@ -38,13 +38,13 @@ def measured(name: str, shape: tuple[int, ...], width: float, batch: int) -> dic
     torch.set_num_threads(1)
     _give_back()
     example = torch.zeros(1, *shape)
-    model = make(name, {})
-    structure = fq.Structure.trace(model, example)
+    model = make_model(name, {})
+    structure = fq.trace_structure(model, example)
     subnet = structure.subnet(width)
-    predicted = fq.cost(model, structure, subnet, example, batch_size=batch).memory
-    small = fq.build(model, structure, subnet).train()
+    predicted = fq.compute_cost(model, structure, subnet, example, batch_size=batch).memory
+    small = fq.build_module(model, structure, subnet).train()
     weights = sum(t.nbytes for t in small.state_dict().values())
-    tiny = fq.build(model, structure, structure.subnet(0.05)).train()
+    tiny = fq.build_module(model, structure, structure.subnet(0.05)).train()
     _step(tiny, shape, 4)  # kernels are loaded
     before = from_here()
     for _ in range(3):

@@ -25,13 +25,13 @@ from resident import from_here, largest
 from safetensors.torch import load_file, save_file
 
 import fedquilt as fq
-from fedquilt.models import make
-from fedquilt.structure.trace import named_tensors
+from fedquilt.models import make_model
+from fedquilt.structure.tensors import named_tensors
 
 
 def net() -> tuple[fq.Structure, dict[str, torch.Tensor]]:
-    model = make("heterofl-resnet18", {})
-    structure = fq.Structure.trace(model, torch.zeros(1, 3, 32, 32))
+    model = make_model("heterofl-resnet18", {})
+    structure = fq.trace_structure(model, torch.zeros(1, 3, 32, 32))
     return structure, {n: t.detach().clone() for n, t in named_tensors(model).items()}
 
 
@@ -40,7 +40,8 @@ def time_ratio(width: float, updates: int = 100, repeats: int = 5) -> dict[str, 
     subnet = structure.subnet(width)
     # ten distinct updates, used ten times: together larger than any cache
     some = [
-        fq.Update(0, (subnet,), (fq.take(params, structure, subnet),), 1.0, {}) for _ in range(10)
+        fq.Update(0, (subnet,), (fq.copy_subnet_tensors(params, structure, subnet),), 1.0, {})
+        for _ in range(10)
     ]
 
     def clone() -> None:

@@ -1,28 +1,39 @@
-"""The bits of every method's weights after a few rounds, to compare two checkouts.
+"""The bits of every method after a few rounds, to compare two checkouts.
 
     PYTHONPATH=src python benchmarks/same_bits.py --out here.json
     PYTHONPATH=../other/src python benchmarks/same_bits.py --out there.json
     python benchmarks/same_bits.py --compare here.json there.json
 
-Every setting that matters is spelled out, so that other defaults do not count as other bits. What
-is hashed are the weights: statistics of normalisation are found in another way by some versions.
+Run the same copy of this script for both checkouts. Every setting that matters is spelled out, so
+that other defaults do not count as other bits. All tensors of the global model are hashed. Names
+that a checkout calls otherwise are in ``FORMER_NAMES``.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import fedquilt as fq
-from fedquilt.data.load import load
-from fedquilt.models import make
+
+FORMER_NAMES = {  # as checkouts up to e0fd4af spell them
+    "LocalTraining": "Optimiser",
+    "make_clients": "clients",
+    "load_dataset": "load",
+    "make_model": "make",
+    "local_training": "optimiser",
+    "max_grad_norm": "clip",
+    "exit_modules": "at",
+    "stacked": "together",
+}
+IS_FORMER = not hasattr(fq, "LocalTraining")
 
 BUDGETS = [1, 0.5, 0.25, 0.25, 0.125]
 DEPTHS = [1, 0.7, 0.7, 0.4, 0.4]  # of three exits
@@ -32,40 +43,55 @@ LOCAL: dict[str, Any] = {
     "weight_decay": 5e-4,
     "epochs": 1,
     "batch_size": 20,
-    "clip": 1.0,
+    "max_grad_norm": 1.0,
 }
-OTHERS: dict[str, dict[str, Any]] = {  # beside the optimiser and the fraction
+OTHERS: dict[str, dict[str, Any]] = {  # beside local training and the fraction
     "apfl": {"warm_up": 0.4, "nets": 3},
     "nefl": {"gammas": (0.1, 0.5, 1.0), "tolerance": 0.5},
-    "depthfl": {"at": ("features.3", "features.7")},
+    "depthfl": {"exit_modules": ("features.3", "features.7")},
     "fedavg-at": {"steps": 2},
     "fedavg-oat": {"steps": 2},
-    "splitmix": {"base": 0.125, "together": False},
+    "splitmix": {"base": 0.125, "stacked": False},
 }
+
+
+def spell(name: str) -> str:
+    """The name as this checkout has it."""
+    return FORMER_NAMES.get(name, name) if IS_FORMER else name
+
+
+def find(module: str, name: str) -> Any:
+    """A function or class of this checkout."""
+    return getattr(importlib.import_module(module), spell(name))
+
+
+def spell_all(settings: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as this checkout has them."""
+    return {spell(name): value for name, value in settings.items()}
 
 
 def train(name: str, workers: int, rounds: int) -> str:
     """The hash of what a method has trained."""
-    source = load("digits")
-    people = fq.clients(
-        source.train,
-        test=source.test,
+    digits = find("fedquilt.data.load", "load_dataset")("digits")
+    clients = find("fedquilt", "make_clients")(
+        digits.train,
+        test=digits.test,
         partition="classes:5",
         count=10,
         budgets=DEPTHS if name == "depthfl" else BUDGETS,
         seed=1,
     )
     torch.manual_seed(0)
-    model: nn.Module = make("heterofl-cnn", {"width": 0.25})
-    settings = OTHERS.get(name, {})
-    method = fq.METHODS[name](optimiser=fq.Optimiser(**LOCAL), fraction=0.5, **settings)
+    model = find("fedquilt.models", "make_model")("heterofl-cnn", {"width": 0.25})
+    local_training = find("fedquilt", "LocalTraining")(**spell_all(LOCAL))
+    settings = {"local_training": local_training, "fraction": 0.5, **OTHERS.get(name, {})}
+    method = fq.METHODS[name](**spell_all(settings))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = fq.train(model, source.example, method, people, rounds, seed=3, workers=workers)
+        run = fq.train(model, digits.example, method, clients, rounds, seed=3, workers=workers)
     digest = hashlib.sha256()
     for tensor_name, tensor in sorted(run.state.params.items()):
-        if not any(word in tensor_name for word in ("running_", "num_batches_tracked")):
-            digest.update(tensor_name.encode() + tensor.detach().contiguous().numpy().tobytes())
+        digest.update(tensor_name.encode() + tensor.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -75,7 +101,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compare", type=Path, nargs=2)
     parser.add_argument("--methods", nargs="*", default=sorted(fq.METHODS))
-    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2])
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     if given.compare:

@@ -18,21 +18,21 @@ import time
 import torch
 from torch import Tensor, nn
 
-from fedquilt.data.examples import ClientData, as_examples
-from fedquilt.data.load import load
+from fedquilt.data import ClientData, load_dataset, to_examples
 from fedquilt.federation.client import Task
 from fedquilt.models.apfl import MobileNetV2
 from fedquilt.structure.budget import Budget
-from fedquilt.structure.cost import Prices
-from fedquilt.structure.cut import Params, build
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.cost import CostTable
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.cut import Params, build_module
+from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import named_tensors
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.recipe import Workbench
+from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.context import ClientContext
 from fedquilt.training.sandwich import Sandwich
-from fedquilt.training.search import Limits, Search, shrunk
-from fedquilt.training.tracking import untracked
+from fedquilt.training.search import Limits, Search, shrink_group
+from fedquilt.training.settings import LocalTraining
+from fedquilt.training.tracking import without_running_stats
 
 BATCH = 128
 
@@ -53,7 +53,7 @@ def main() -> None:
     if options.growth:
         _growth()
         return
-    source = load(options.source)
+    source = load_dataset(options.source)
     client = source.train.select(torch.randperm(len(source.train))[: options.images].numpy())
     test = source.test.select(torch.arange(2000).numpy())
     channels = client.inputs.shape[1] if client.inputs.ndim == 4 else 1
@@ -94,14 +94,14 @@ def _compared(
 ) -> dict[str, Row]:
     """Both searches on one trained super-network."""
     example = client.batch(torch.arange(2))[0]
-    structure = Structure.trace(net, example)
-    bench = Workbench(net, structure, {"train": {0: client}})
+    structure = trace_structure(net, example)
+    bench = ClientContext(net, structure, {"train": {0: client}})
     search = Search(budget, whole=whole, again=again)
-    params = _warm(Workbench(net, structure, {"train": {0: warm}}), epochs, whole)
-    limits = Limits.of(search, Prices(net, structure, example[:1]), structure)
+    params = _warm(ClientContext(net, structure, {"train": {0: warm}}), epochs, whole)
+    limits = Limits.of(search, CostTable(net, structure, example[:1]), structure)
     rows: dict[str, Row] = {}
     started = time.perf_counter()
-    update = search.run(Task(0, (Subnet(),), params, search, seed=0), bench)
+    update = search.run(Task(0, (Subnet(),), params, search, seed=0), bench).update
     seconds, found = time.perf_counter() - started, update.subnets[0].shape
     rows["ours"] = (seconds, update.metrics["evaluations"], found, (0.0, 0.0))
     started = time.perf_counter()
@@ -116,13 +116,13 @@ def _compared(
     return rows
 
 
-def _warm(bench: Workbench, epochs: int, whole: tuple[str, ...]) -> Params:
+def _warm(bench: ClientContext, epochs: int, whole: tuple[str, ...]) -> Params:
     """A super-network that was trained a little, as in a warm-up."""
-    settings = Optimiser(lr=0.05, epochs=epochs, batch_size=32, clip=None)
+    settings = LocalTraining(lr=0.05, epochs=epochs, batch_size=32, max_grad_norm=None)
     recipe = Sandwich(settings, settings.lr, whole=whole)
     params = named_tensors(bench.model)
-    sent = Subnet().leaving(":statistics", "*num_batches_tracked")
-    update = recipe.run(Task(0, (sent,), params, recipe, seed=0), bench)
+    sent = Subnet().excluding(":statistics", "*num_batches_tracked")
+    update = recipe.run(Task(0, (sent,), params, recipe, seed=0), bench).update
     return {**{n: t.detach() for n, t in params.items()}, **update.params[0]}
 
 
@@ -136,12 +136,15 @@ def _greedy(
 ) -> tuple[Subnet, int]:
     """Algorithm 1, lines 14-21, as it is written."""
     now, count = Subnet(), 0
-    least = {g: structure.kept(search.floor(structure), g) for g in search.free(structure)}
+    least = {
+        g: structure.kept_count(search.smallest_subnet(structure), g)
+        for g in search.shrinkable_groups(structure)
+    }
     while not limits.are_met(now):
         narrower = {
-            g: shrunk(structure, now, g, search.ratio, n)
+            g: shrink_group(structure, now, g, search.ratio, n)
             for g, n in least.items()
-            if structure.kept(now, g) > n
+            if structure.kept_count(now, g) > n
         }
         count += len(narrower)
         hits = {g: _hits(net, structure, params, s, batches) for g, s in narrower.items()}
@@ -158,7 +161,7 @@ def _hits(
     subnet: Subnet,
     batches: list[tuple[Tensor, Tensor]],
 ) -> int:
-    small = untracked(build(net, structure, subnet, params)).eval()
+    small = without_running_stats(build_module(net, structure, subnet, params)).eval()
     return sum(int((small(x).argmax(-1) == y).sum()) for x, y in batches)
 
 
@@ -219,7 +222,7 @@ def _drawn(count: int) -> ClientData:
         [torch.sin(a * across + b * down) for a, b in ((1, 0), (0, 1), (1, 1), (1, -1))]
     )
     noise = torch.randn(count, 1, 12, 12, generator=generator)
-    return as_examples(((waves[y].unsqueeze(1) + noise), y))
+    return to_examples(((waves[y].unsqueeze(1) + noise), y))
 
 
 if __name__ == "__main__":

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.data.examples import as_examples
-from fedquilt.data.load import load
-from fedquilt.models import make
-from fedquilt.structure.cut import build
-from fedquilt.training.scaler import scaled
+from fedquilt.data import load_dataset, to_examples
+from fedquilt.models import make_model
+from fedquilt.structure.cut import build_module
+from fedquilt.training.scaler import scale_outputs
 
 WIDTHS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 BATCHES = ("adds", "apfl", "feddrop", "sheterofl", "stc")
@@ -39,24 +38,28 @@ def percent(answers: Tensor, labels: Tensor) -> str:
 
 def train(name: str, model: nn.Module, rounds: int) -> tuple[fq.Run, Any]:
     """A run on the embedded digits, and their test images."""
-    source = load("digits")
-    people = fq.clients(source.train, test=source.test, count=10, budgets=list(WIDTHS), seed=0)
-    optimiser = fq.Optimiser(clip=None, **LOCAL) if name == "stc" else fq.Optimiser(**LOCAL)
+    source = load_dataset("digits")
+    people = fq.make_clients(source.train, test=source.test, count=10, budgets=list(WIDTHS), seed=0)
+    local_training = (
+        fq.LocalTraining(max_grad_norm=None, **LOCAL)
+        if name == "stc"
+        else fq.LocalTraining(**LOCAL)
+    )
     settings = {} if name != "apfl" else {"warm_up": 0.2}
-    method = fq.METHODS[name](optimiser=optimiser, fraction=1.0, **settings)
+    method = fq.METHODS[name](local_training=local_training, fraction=1.0, **settings)
     run = fq.train(model, source.example, method, people, rounds, seed=0)
     return run, source.test
 
 
 def show_scales(rounds: int) -> None:
     torch.manual_seed(0)
-    run, test = train("heterofl", make("mlp", {"image_size": 8}), rounds)
+    run, test = train("heterofl", make_model("mlp", {"image_size": 8}), rounds)
     x, y = test.batch(torch.arange(len(test)))
     print("| width | taken away | as trained |\n| --- | --- | --- |")
     for width in WIDTHS:
-        (subnet,) = run.method.mix(run.setup, run.state, width)
-        net = build(run.setup.model, run.setup.structure, subnet, run.state.params)
-        with torch.no_grad(), scaled(net.train(), run.setup.structure):  # it has no dropout
+        (subnet,) = run.method.ensemble(run.setup, run.state, width)
+        net = build_module(run.setup.model, run.setup.structure, subnet, run.state.params)
+        with torch.no_grad(), scale_outputs(net.train(), run.setup.structure):  # it has no dropout
             trained = percent(net(x), y)
             print(f"| {width:g} | {percent(run.customize(width=width)(x), y)} | {trained} |")
 
@@ -66,7 +69,7 @@ def show_statistics(rounds: int) -> None:
     print("| --- | --- | --- | --- | --- |")
     for name in BATCHES:
         torch.manual_seed(0)
-        run, test = train(name, make("heterofl-cnn", {"width": 0.5}), rounds)
+        run, test = train(name, make_model("heterofl-cnn", {"width": 0.5}), rounds)
         x, y = test.batch(torch.arange(len(test)))
         with tempfile.TemporaryDirectory() as folder:
             path = fq.export(run.customize(), Path(folder) / "net.onnx")
@@ -75,10 +78,10 @@ def show_statistics(rounds: int) -> None:
             many = session.run(None, {feed: x.numpy()})[0]
             alone = [session.run(None, {feed: one[None].numpy()})[0][0] for one in x]
         order = y.argsort(stable=True)
-        source = load("digits")
-        people = fq.clients(
+        source = load_dataset("digits")
+        people = fq.make_clients(
             source.train,
-            test=as_examples((x[order], y[order])),
+            test=to_examples((x[order], y[order])),
             count=10,
             budgets=list(WIDTHS),
             seed=0,

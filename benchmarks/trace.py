@@ -3,7 +3,7 @@
     python benchmarks/trace.py [--net NAME ...]
 
 Each net is traced on one example in fresh processes with one thread. One measures the seconds of
-``Structure.trace``, as the processor counts them. Another one measures how far the largest resident
+``trace_structure``, as the processor counts them. Another one measures how far the largest resident
 set grows over what the process held before, while freed memory is given back to the system at once
 (wanted: below 10 seconds and below twice the model for every net of 100 M parameters).
 """
@@ -26,7 +26,7 @@ from resident import from_here, largest
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.models import make
+from fedquilt.models import make_model
 
 WORDS = torch.arange(64)[None] % 50
 
@@ -128,7 +128,7 @@ def mlp(width: int = 4096, layers: int = 6) -> nn.Module:
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "vit-b16": (lambda: make("vit-b16", {}), torch.zeros(1, 3, 224, 224)),
+    "vit-b16": (lambda: make_model("vit-b16", {}), torch.zeros(1, 3, 224, 224)),
     "encoder": (Encoder, WORDS),
     "gpt-2": (GPT, WORDS),
     "wide resnet": (wide_resnet, torch.zeros(1, 3, 16, 16)),
@@ -148,9 +148,9 @@ def measured(name: str, *, memory: bool) -> dict[str, float]:
     size = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
     weights = sum(p.numel() for p in model.parameters())
     before, start = from_here(), time.process_time()
-    structure = fq.Structure.trace(model, example)
+    structure = fq.trace_structure(model, example)
     seconds, grown = time.process_time() - start, largest() - before
-    half = fq.cost(model, structure, structure.subnet(0.5), example).params
+    half = fq.compute_cost(model, structure, structure.subnet(0.5), example).params
     found = {"weights": weights, "half": half / weights}
     return {**found, "memory": grown / size} if memory else {**found, "seconds": seconds}
 

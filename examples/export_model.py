@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file
 
 import fedquilt as fq
-from fedquilt.data import load
-from fedquilt.models import make
+from fedquilt.data import load_dataset
+from fedquilt.models import make_model
 
 
 def main(folder: Path) -> None:
-    digits = load("digits")
+    digits = load_dataset("digits")
     run = fq.train(
-        model=make("heterofl-cnn", {"width": 0.25}),
+        model=make_model("heterofl-cnn", {"width": 0.25}),
         example=torch.zeros(1, 1, 8, 8),
-        method=fq.HeteroFL(fq.Optimiser(epochs=1), fraction=1.0),
-        clients=fq.clients(digits.train, test=digits.test, count=5, budgets=[1, 0.5]),
+        method=fq.HeteroFL(fq.LocalTraining(epochs=1), fraction=1.0),
+        clients=fq.make_clients(digits.train, test=digits.test, count=5, budgets=[1, 0.5]),
         rounds=3,
         workers=0,
     )
@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
     (found,) = session.run(None, {name: images.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-4)
 
-    plain = make("heterofl-cnn", {"width": 0.125}).eval()  # half of a quarter: your own class
+    plain = make_model("heterofl-cnn", {"width": 0.125}).eval()  # half of a quarter: your own class
     plain.load_state_dict(load_file(folder / "small.safetensors"))
     torch.testing.assert_close(plain(images), expected)
     print("three files, one model:", expected.argmax(1).tolist())

@@ -38,8 +38,8 @@ def main() -> None:
     run = fq.train(
         model=model,
         example=torch.zeros(1, LENGTH),
-        method=fq.HeteroFL(fq.Optimiser(lr=0.05), fraction=1.0),
-        clients=fq.clients(
+        method=fq.HeteroFL(fq.LocalTraining(lr=0.05), fraction=1.0),
+        clients=fq.make_clients(
             [Sensor(number, seed=number) for number in range(6)],
             test=[Sensor(number, seed=100 + number) for number in range(6)],
             budgets=[1, 0.5],

@@ -42,8 +42,8 @@ def main() -> None:
     run = fq.train(
         model=MyNet(),
         example=zeros(1, 1, 8, 8),
-        method=fq.HeteroFL(fq.Optimiser(lr=0.05, epochs=1), fraction=1.0),
-        clients=fq.clients(
+        method=fq.HeteroFL(fq.LocalTraining(lr=0.05, epochs=1), fraction=1.0),
+        clients=fq.make_clients(
             (images[:1500], labels[:1500]),
             test=(images[1500:], labels[1500:]),
             partition="dirichlet:0.5",

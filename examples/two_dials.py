@@ -7,23 +7,23 @@ of normalisation, for clean and for attacked images. Both dials are turned in pl
 import torch
 
 import fedquilt as fq
-from fedquilt.data import load
-from fedquilt.models import make
+from fedquilt.data import load_dataset
+from fedquilt.models import make_model
 
 
 def main() -> None:
-    digits = load("digits")
+    digits = load_dataset("digits")
     run = fq.train(
-        model=make("heterofl-cnn", {"width": 0.5}),
+        model=make_model("heterofl-cnn", {"width": 0.5}),
         example=torch.zeros(1, 1, 8, 8),
         method=fq.SplitMix(
-            fq.Optimiser(lr=0.1, epochs=2, batch_size=32, clip=None),
+            fq.LocalTraining(lr=0.1, epochs=2, batch_size=32, max_grad_norm=None),
             base=0.25,
             robust=True,
             epsilon=0.2,
             steps=2,
         ),
-        clients=fq.clients(digits.train, test=digits.test, count=4, budgets="4-2-1"),
+        clients=fq.make_clients(digits.train, test=digits.test, count=4, budgets="4-2-1"),
         rounds=4,
         workers=0,
     )
@@ -31,7 +31,7 @@ def main() -> None:
     images, labels = digits.test.batch(torch.arange(100))
     for width in (0.25, 1.0):
         for robustness in (0.0, 0.5, 1.0):
-            with model.at(width=width, robustness=robustness):
+            with model.at_setting(width=width, robustness=robustness):
                 right = (model(images).argmax(1) == labels).float().mean()
             print(f"width {width}, robustness {robustness}: {right:.0%} right")
     small = run.customize(width=0.25, robustness=0.5)  # takes one base only

@@ -21,14 +21,13 @@ from safetensors.torch import load_file
 
 import fedquilt as fq
 from fedquilt.cli import main
-from fedquilt.customize import bundle
-from fedquilt.data import load
-from fedquilt.files import write_document
+from fedquilt.data import load_dataset
+from fedquilt.files import read_document, write_document
 from fedquilt.methods import METHODS
-from fedquilt.models import make
-from fedquilt.report.progress import Watch
-from fedquilt.runs.configured import opened
-from fedquilt.runs.loop import RoundStarted
+from fedquilt.models import make_model
+from fedquilt.report.progress import ProgressBar
+from fedquilt.runs.events import RoundStarted
+from fedquilt.runs.from_config import open_configured_run
 
 NET = """
 from torch import nn
@@ -94,7 +93,7 @@ def finished(tmp_path_factory):
     file = tmp_path_factory.mktemp("models") / "mine.py"
     file.write_text(NET)
     asked = ["--rounds", "2", "--seed", "7", "--evaluate-every", "1", "--workers", "0"]
-    sizes = ["--model", f"{file}:net", "--budgets", "1,0.25", "--set", "optimiser.epochs=1"]
+    sizes = ["--model", f"{file}:net", "--budgets", "1,0.25", "--set", "local_training.epochs=1"]
     result = fedquilt("train", *asked, *sizes, "--out", folder)
     assert result.code == 0, result.err
     return folder, result
@@ -171,8 +170,8 @@ def test_train_without_a_terminal_prints_plain_lines(finished):
     assert "\x1b" not in result.out
     lines = result.out.splitlines()
     for number in (1, 2):
-        assert any(re.match(rf"round {number}/2: loss \d", line) for line in lines)
-        assert any(re.match(rf"round {number}/2: accuracy \d", line) for line in lines)
+        assert any(re.match(rf"round {number}/2 · loss \d", line) for line in lines)
+        assert any(re.match(rf"round {number}/2 · accuracy \d", line) for line in lines)
 
 
 def test_train_stores_all_settings(finished):
@@ -194,10 +193,10 @@ def test_train_numbers_its_directories(tmp_path, monkeypatch):
 def test_every_method_starts_at_all_defaults(name, tmp_path, monkeypatch):
     """One round on a tenth of the digits; the model, budgets and method are what they are."""
     monkeypatch.chdir(tmp_path)
-    few = ["--rounds", "1", "--clients", "5", "--set", "data.share=0.1", "--workers", "0"]
+    few = ["--rounds", "1", "--clients", "5", "--set", "data.fraction=0.1", "--workers", "0"]
     result = fedquilt("train", "--method", name, *few)
     assert result.code == 0, result.err
-    assert "1 rounds of " in result.out
+    assert "1 round of " in result.out
     assert [p.name for p in (tmp_path / "runs").iterdir()] == [f"digits-{name}-1"]
 
 
@@ -209,7 +208,7 @@ def test_options_go_over_the_config_file(tmp_path):
     assert result.code == 0, result.err
     assert (result.json["seed"], result.json["rounds"]) == (3, 1)
     assert result.json["sizes"][0]["bytes"] == 0  # standalone: nothing is sent
-    assert "round 1/1: loss" in result.err
+    assert "round 1/1 · loss" in result.err
 
 
 def test_a_terminal_has_a_live_display_and_json_has_standard_output_to_itself(tmp_path):
@@ -228,7 +227,7 @@ def test_a_terminal_has_a_live_display_and_json_has_standard_output_to_itself(tm
     assert "\x1b[2K" in shown  # lines are drawn again
     for words in ("round 2/2", "4/4 clients", "train", "left", "loss", "% at 0.25"):
         assert words in shown
-    assert "round 1/2: loss" not in shown
+    assert "round 1/2 · loss" not in shown
 
 
 def _read(terminal):
@@ -270,14 +269,14 @@ def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_other_signals_save_and_say_how_to_resume(tmp_path, monkeypatch, number):
-    class Stop(Watch):
+    class Stop(ProgressBar):
         def __call__(self, event):
             if isinstance(event, RoundStarted) and event.round == 3:
                 os.kill(os.getpid(), number)
 
     asked = [*TINY, "--rounds", "10000", "--checkpoint-every", "0", "--workers", "0"]
     with monkeypatch.context() as patched:
-        patched.setattr("fedquilt.cli.train.Watch", Stop)
+        patched.setattr("fedquilt.cli.train.ProgressBar", Stop)
         result = fedquilt("train", *asked, "--out", tmp_path / "a")
     assert assert_says_how_to_go_on(result.code, result.err) == 2
 
@@ -285,11 +284,11 @@ def test_other_signals_save_and_say_how_to_resume(tmp_path, monkeypatch, number)
 def test_a_hangup_that_is_ignored_stops_nothing(tmp_path, monkeypatch):
     """As behind nohup."""
 
-    class Hangup(Watch):
+    class Hangup(ProgressBar):
         def __call__(self, event):
             os.kill(os.getpid(), signal.SIGHUP)
 
-    monkeypatch.setattr("fedquilt.cli.train.Watch", Hangup)
+    monkeypatch.setattr("fedquilt.cli.train.ProgressBar", Hangup)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         result = fedquilt(
@@ -319,7 +318,7 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(finished):
     result = fedquilt("train", "--resume", folder)
     assert result.code == 0, result.err
     assert "finished" in result.out
-    assert trained.out.endswith(result.out.split("are done\n", 1)[1])  # the same table
+    assert trained.out.endswith(result.out.split(" rounds\n", 1)[1])  # the same table
     assert contents(folder) == before
 
 
@@ -334,9 +333,10 @@ def test_a_finished_run_can_be_given_more_rounds(copied):
     ("change", "words"),
     [
         (["--seed", "8"], ["seed = 7", "got 8"]),
-        (["--lr", "0.5"], ["optimiser.lr = 0.01"]),
-        (["--rounds", "1"], ["has done 2 rounds"]),
+        (["--lr", "0.5"], ["local_training.lr = 0.01"]),
+        (["--rounds", "1"], ["has done 2"]),
         (["--out", "elsewhere"], ["--out elsewhere"]),
+        (["--method", "fedavg"], ["was trained with heterofl", "keeps its method, got fedavg"]),
     ],
 )
 def test_a_resumed_run_keeps_its_settings(finished, change, words):
@@ -367,8 +367,12 @@ def test_a_foreign_checkpoint_is_refused_and_nothing_is_written(copied):
 
 def test_a_directory_without_a_run_cannot_be_resumed_nor_evaluated(tmp_path):
     assert_refused(fedquilt("train", "--resume", tmp_path), "holds no run to resume")
-    assert_refused(fedquilt("evaluate", tmp_path), "holds no finished model")
-    assert_refused(fedquilt("customize", tmp_path, "--out", "a.onnx"), "holds no finished model")
+    assert_refused(fedquilt("evaluate", tmp_path), "is not a run's directory")
+    refused = fedquilt("customize", tmp_path, "--out", "a.onnx")
+    assert_refused(refused, "is not a run's directory")
+    file = tmp_path / "file"
+    file.touch()
+    assert_refused(fedquilt("evaluate", file), "is not a run's directory")
 
 
 # evaluate
@@ -405,7 +409,8 @@ def test_what_a_client_sends_is_what_was_sent(tmp_path):
         result = fedquilt(*command, "--json")
         assert result.code == 0, result.err
         lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
-        sent = [n for line in lines for n in json.loads(line).get("sent", {}).values()]
+        rounds = [json.loads(line).get("clients", {}) for line in lines]
+        sent = [size for clients in rounds for size in clients.get("bytes", [])]
         (size,) = result.json["sizes"]
         assert size["bytes"] == round(sum(sent) / len(sent)) < 4 * size["params"] / 50
         assert result.json["exceeds_budgets"].startswith(
@@ -420,7 +425,7 @@ def test_sizes_are_named_as_what_they_are(tmp_path):
     result = fedquilt("train", "--method", "nefl", *asked)
     assert result.code == 0, result.err
     assert re.search(r"γ +parameters +MACs +upload +accuracy", result.out)
-    assert "γ: the share of the whole model's parameters" in result.out
+    assert "γ: the fraction of the full model's parameters" in result.out
     assert "exceeds budgets: 4 of 5 clients also train submodels above their own tier" in result.out
     again = fedquilt("evaluate", tmp_path / "a", "--workers", "0", "--json").json
     assert [(s["width"], s["kind"]) for s in again["sizes"]] == [
@@ -443,10 +448,10 @@ def test_a_model_that_cannot_be_trained_is_refused_and_leaves_no_folder(tmp_path
 @pytest.fixture(scope="module")
 def from_python(tmp_path_factory):
     """Runs that were trained from Python: of a net by name, and of one that only Python knows."""
-    digits = load("digits")
-    people = fq.clients(digits.train, test=digits.test, count=3, budgets=[1, 0.5])
-    method = fq.HeteroFL(fq.Optimiser(epochs=1, lr=0.05), fraction=1.0)
-    named = make("mlp", {"hidden": [8], "image_size": 8})
+    digits = load_dataset("digits")
+    people = fq.make_clients(digits.train, test=digits.test, count=3, budgets=[1, 0.5])
+    method = fq.HeteroFL(fq.LocalTraining(epochs=1, lr=0.05), fraction=1.0)
+    named = make_model("mlp", {"hidden": [8], "image_size": 8})
     own = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.Linear(8, 10))
     folder = tmp_path_factory.mktemp("python")
     return {
@@ -457,7 +462,7 @@ def from_python(tmp_path_factory):
 
 def test_a_run_from_python_is_opened_if_its_model_can_be_made(from_python, tmp_path):
     run = from_python["named"]
-    again = opened(run.folder)
+    again = open_configured_run(run.folder)
     assert (again.method, again.scores) == (run.method, run.scores)
     measured = fedquilt("evaluate", run.folder, "--data", "digits", "--workers", "0", "--json")
     assert measured.code == 0, measured.err
@@ -476,6 +481,10 @@ def test_a_run_from_python_is_opened_if_its_model_can_be_made(from_python, tmp_p
 def test_what_only_python_has_is_said(from_python, tmp_path):
     assert_refused(
         fedquilt("evaluate", from_python["named"].folder), "trained from Python", "--data"
+    )
+    resumed = fedquilt("train", "--resume", from_python["named"].folder)
+    assert_refused(
+        resumed, "trained from Python, with data that only Python has", "resume it there"
     )
     own = from_python["own"].folder
     assert_refused(
@@ -499,7 +508,7 @@ def test_a_run_from_python_that_names_code_is_refused(from_python, tmp_path):
     path = copy / "model" / "bundle.json"
     (tmp_path / "mine.py").write_text("raise SystemExit('it ran')")
     code = {"name": f"{tmp_path / 'mine.py'}:net", "options": {}}
-    write_document(path, {**bundle.load(copy / "model").about, "model": code})
+    write_document(path, {**read_document(path), "model_call": code})
     assert_refused(fedquilt("evaluate", copy, "--data", "digits", "--trust"), "names code")
 
 
@@ -651,7 +660,7 @@ def test_cost_of_a_model_of_ones_own(tmp_path):
 
 def test_cost_of_nets_that_read_texts(tmp_path):
     lstm = fedquilt("cost", "--model", "char-lstm", "--json").json
-    assert lstm["params"] == sum(p.numel() for p in make("char-lstm", {}).parameters())
+    assert lstm["params"] == sum(p.numel() for p in make_model("char-lstm", {}).parameters())
     file = tmp_path / "mine.py"
     file.write_text(
         "from torch import nn\n"
@@ -784,9 +793,9 @@ def test_customize_refuses_a_file_that_it_cannot_write(finished, tmp_path):
         (["train", "--rounds", "many"], ["'many'", "train --help"]),
         (["train", "--fraction", "1.5"], ["'method.fraction'", "got 1.5"]),
         (["train", "--clients", "5000"], ["every client needs an example", "5000"]),
-        (["train", "--set", "optimiser.epocs=2"], ["did you mean 'epochs'?"]),
-        (["train", "--set", "method.scalar=true"], ["did you mean 'scaler'?"]),
-        (["train", "--set", "model.norn=group"], ["did you mean 'norm'?"]),
+        (["train", "--set", "local_training.epocs=2"], ["did you mean 'local_training.epochs'?"]),
+        (["train", "--set", "method.scalar=true"], ["did you mean 'method.scaler'?"]),
+        (["train", "--set", "model.norn=group"], ["did you mean 'model.norm'?"]),
         (["train", "--set", "model.norm=grup"], ["'grup'", "group"]),
         (["train", "--set", "data.augment=flip"], ["'flip'", "crop-flip"]),
         (["train", "--set", "epochs"], ["NAME=VALUE"]),
@@ -930,7 +939,7 @@ def test_a_finished_runs_settings_do_not_let_its_bundle_name_code(foreign, finis
 def test_a_damaged_model_is_refused(copied):
     (copied / "model" / "params.safetensors").write_bytes(b"not what was written")
     assert_refused(fedquilt("evaluate", copied), "damaged")
-    (copied / "model" / "bundle.json").write_text('{"format": "something else"}')
+    write_document(copied / "model" / "bundle.json", {"format": "something else"})
     assert_refused(fedquilt("evaluate", copied), "not a bundle")
 
 
@@ -938,7 +947,7 @@ def test_unexpected_problems_keep_their_traceback(monkeypatch):
     def broken(config):
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr("fedquilt.cli.train.source_of", broken)
+    monkeypatch.setattr("fedquilt.cli.train.load_source", broken)
     with pytest.raises(RuntimeError, match="a bug of ours"):
         main(["train"])
 
@@ -961,6 +970,13 @@ def test_report_writes_a_page_with_clients_and_trade_offs(dialled, finished, tmp
     assert all(c["params_per_round"] > 0 for c in data["dialled"]["clients"])
 
 
+def read_local_accuracies(clients):
+    """What each client of a record says about its own model."""
+    metrics = clients["metrics"]
+    pairs = zip(metrics["right"], metrics["tested"], strict=True)
+    return {str(c): right / count for c, (right, count) in zip(clients["id"], pairs, strict=True)}
+
+
 def test_clients_test_their_own_models_and_the_report_tells(tmp_path):
     runs = {name: tmp_path / name for name in ("fedavg", "adds")}
     for name, folder in runs.items():
@@ -968,7 +984,9 @@ def test_clients_test_their_own_models_and_the_report_tells(tmp_path):
         chosen = ["--partition", "dirichlet:0.5", "--fraction", "1", "--test-locally"]
         result = fedquilt("train", *TINY, *asked, *chosen, "--out", folder)
         assert result.code == 0, result.err
-        assert re.search(r"round 2/2: loss [\d.]+, own models [\d.]+%, 4 clients", result.out)
+        assert re.search(
+            r"round 2/2 · loss [\d.]+ · local accuracy [\d.]+% · 4 clients", result.out
+        )
         assert "test_locally = true" in (folder / "config.toml").read_text()
     targets = ["--target", "0.01", "--target", "1.0"]
     page = tmp_path / "page"
@@ -980,7 +998,7 @@ def test_clients_test_their_own_models_and_the_report_tells(tmp_path):
     data = json.loads((page / "report.json").read_text())
     for name, folder in runs.items():
         lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
-        rounds = [line["local"] for line in lines if "local" in line]
+        rounds = [read_local_accuracies(line["clients"]) for line in lines if "clients" in line]
         assert data[name]["local"] == rounds[-1]  # everybody took part
         means = [sum(found.values()) / 4 for found in rounds]
         assert [t["accuracy"] for t in data[name]["local_tests"]] == pytest.approx(means)
@@ -995,5 +1013,5 @@ def test_clients_test_their_own_models_and_the_report_tells(tmp_path):
 def test_report_refuses_what_is_no_run(tmp_path):
     result = fedquilt("report", tmp_path, "--out", tmp_path / "page")
     assert result.code == 2
-    assert "holds no finished model" in result.err
+    assert "is not a run's directory" in result.err
     assert not (tmp_path / "page").exists()

@@ -24,13 +24,15 @@ import typer
 
 from fedquilt.cli import app
 from fedquilt.cli import train as train_command
-from fedquilt.config import checked, method_of, model_of, override, tomllib
+from fedquilt.settings.load import load_config, override_settings
+from fedquilt.settings.resolve import build_method, build_model
+from fedquilt.settings.toml import tomllib
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMENT = re.compile(r"<!-- docs-test: (page: )?(slow|parse|skip)(?:: (.+))? -->")
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-LANGUAGES = ("sh", "python", "toml", "text")
+LANGUAGES = ("sh", "python", "toml", "text", "mermaid")
 COMMANDS = typer.main.get_command(app).commands
 
 
@@ -109,7 +111,7 @@ def test_python_is_python(block):
 def test_toml_holds_settings(block):
     settings = tomllib.loads(block.text)
     if block.mode != "skip":
-        method_of(checked(settings))
+        build_method(load_config(settings))
 
 
 PARSED = [pytest.param(words, id=f"{b}-{n}") for b in BLOCKS for n, words in enumerate(b.commands)]
@@ -125,10 +127,10 @@ def test_commands_are_known_and_their_settings_can_be_made(words, monkeypatch):
     made = []
 
     def note(changes, *others, **more):
-        config = checked(override({}, changes))
-        made.append((method_of(config), model_of(config)))
+        config = load_config(override_settings({}, changes))
+        made.append((build_method(config), build_model(config)))
 
-    for way in ("_started", "_resumed", "_on_flower"):
+    for way in ("_start_new", "_resume_stopped", "_train_on_flower"):
         monkeypatch.setattr(train_command, way, note)
     COMMANDS[name].main(arguments, standalone_mode=False)
     assert len(made) == 1

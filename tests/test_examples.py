@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.config import checked, method_of, model_of, read
 from fedquilt.data import partition
-from fedquilt.federation import mix
+from fedquilt.federation import budgets
+from fedquilt.settings.load import load_config
+from fedquilt.settings.resolve import build_method, build_model
+from fedquilt.settings.toml import read_toml
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -30,15 +32,15 @@ def test_example_runs(path, tmp_path):
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_experiment_is_complete(path):
-    config = checked(read(path))
-    method_of(config)
-    model_of(config)
-    partition.parse(config.data.partition)
-    mix.parse(config.data.budgets)
+    config = load_config(read_toml(path))
+    build_method(config)
+    build_model(config)
+    partition.parse_partition(config.data.partition)
+    budgets.parse_budgets(config.data.budgets)
     assert f"fedquilt train experiments/{path.name}" in path.read_text()
-    for setting in ("seed", "rounds", "optimiser"):
+    for setting in ("seed", "rounds", "local_training"):
         assert setting in config.model_fields_set
-    chosen = (config.optimiser.epochs, config.method.fraction, config.data.budgets)
+    chosen = (config.local_training.epochs, config.method.fraction, config.data.budgets)
     assert None not in chosen  # no default of a method decides what a paper has
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.config import checked
 from fedquilt.errors import BudgetError, ConfigError
-from fedquilt.methods.method import Rounds
+from fedquilt.methods.base import BaseMethod
 from fedquilt.ranges import Count, check_fields
+from fedquilt.settings.load import load_config
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -22,41 +22,50 @@ WRONG = {
     "weight_decay": (-1e-9, math.nan),
     "epochs": (0, -1, 1.5, True, "2"),
     "batch_size": (0, 2.0),
-    "clip": (0, -1, "1"),
+    "max_grad_norm": (0, -1, "1"),
     "milestones": (3, (1.5,), "12"),
-    "decay": (0, -1),
+    "milestone_decay": (0, -1),
     "cosine": (1, "yes"),
-    "falling": (0, 1.1),
+    "round_decay": (0, 1.1),
 }
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in WRONG.items() for v in vs])
 def test_an_optimiser_refuses_what_no_training_can_use(name, value):
-    with pytest.raises(ConfigError, match=f"setting '{name}' of Optimiser: .*got ") as refusal:
-        fq.Optimiser(**{name: value})
+    with pytest.raises(ConfigError, match=f"setting '{name}' of LocalTraining: .*got ") as refusal:
+        fq.LocalTraining(**{name: value})
     assert repr(value) in str(refusal.value)
 
 
-OUTSIDE = {"lr": 0, "momentum": 1, "weight_decay": -1, "epochs": 0, "batch_size": 0, "clip": -1}
+OUTSIDE = {
+    "lr": 0,
+    "momentum": 1,
+    "weight_decay": -1,
+    "epochs": 0,
+    "batch_size": 0,
+    "max_grad_norm": -1,
+}
 
 
-@pytest.mark.parametrize(("name", "value"), (OUTSIDE | {"decay": 0, "falling": 1.1}).items())
+@pytest.mark.parametrize(
+    ("name", "value"), (OUTSIDE | {"milestone_decay": 0, "round_decay": 1.1}).items()
+)
 def test_settings_of_a_file_have_the_same_ranges(name, value):
-    with pytest.raises(ConfigError, match=f"'optimiser.{name}"):
-        checked({"optimiser": {name: value}})
-    with pytest.raises(ConfigError, match=f"'{name}' of Optimiser"):
-        fq.Optimiser(**{name: value})
+    with pytest.raises(ConfigError, match=f"'local_training.{name}"):
+        load_config({"local_training": {name: value}})
+    with pytest.raises(ConfigError, match=f"'{name}' of LocalTraining"):
+        fq.LocalTraining(**{name: value})
 
 
 def test_the_ends_of_every_range_belong_to_it_or_do_not():
-    steps = fq.Optimiser(
-        lr=1, momentum=0, weight_decay=0, epochs=1, batch_size=1, clip=None, falling=1
+    steps = fq.LocalTraining(
+        lr=1, momentum=0, weight_decay=0, epochs=1, batch_size=1, max_grad_norm=None, round_decay=1
     )
     assert steps.lr == 1
 
 
 def test_a_list_is_taken_for_the_tuple_that_is_meant():
-    assert fq.Optimiser(milestones=[2, 3]) == fq.Optimiser(milestones=(2, 3))
+    assert fq.LocalTraining(milestones=[2, 3]) == fq.LocalTraining(milestones=(2, 3))
     assert hash(fq.HeteroFL(widths=[1, 0.5])) == hash(fq.HeteroFL(widths=(1, 0.5)))
 
 
@@ -69,13 +78,15 @@ def test_every_method_refuses_a_fraction_that_is_none(name, fraction):
 
 @pytest.mark.parametrize("name", fq.METHODS)
 def test_every_method_refuses_an_optimiser_that_is_none(name):
-    with pytest.raises(ConfigError, match=r"setting 'optimiser' of \w+: .*Optimiser.*got 'sgd'"):
+    with pytest.raises(
+        ConfigError, match=r"setting 'local_training' of \w+: .*LocalTraining.*got 'sgd'"
+    ):
         fq.METHODS[name]("sgd")
 
 
 def test_a_method_of_ones_own_is_checked_by_its_annotations_too():
     @dataclass(frozen=True)
-    class Mine(Rounds):
+    class Mine(BaseMethod):
         fraction: float = 1.0
         depth: Count = 1
         objective: fq.Method | None = None  # a protocol is not looked into
@@ -110,11 +121,11 @@ def test_a_limit_is_a_number_above_0(limit):
 
 ARGUMENTS = {
     "count": ("2", 2.5),
-    "least": (0, 1.5, None),
+    "min_examples": (0, 1.5, None),
     "seed": (-1, "a", 1.5),
     "validation": ("0.1", 1, None),
-    "test_share": (-0.1, "0"),
-    "unseen": (1, "x"),
+    "test_fraction": (-0.1, "0"),
+    "holdout_clients": (1, "x"),
     "budgets": (["a"], [0], [], 1.5),
 }
 
@@ -123,17 +134,19 @@ ARGUMENTS = {
 def test_clients_are_made_of_numbers_in_their_ranges(name, value):
     pair = torch.zeros(8, 2), torch.arange(8) % 2
     with pytest.raises(fq.FedquiltError, match=r"got|empty") as refusal:
-        fq.clients(pair, **{"count": 2, name: value})
+        fq.make_clients(pair, **{"count": 2, name: value})
     assert "\n" not in str(refusal.value)
 
 
 def test_one_budget_is_everybodys():
     pair = torch.zeros(8, 2), torch.arange(8) % 2
     for budget in (0.5, {"width": 0.5}, fq.Budget(0.5)):
-        assert {c.budget.width for c in fq.clients(pair, count=2, budgets=budget).clients} == {0.5}
+        assert {c.budget.width for c in fq.make_clients(pair, count=2, budgets=budget).clients} == {
+            0.5
+        }
 
 
 @pytest.mark.parametrize("every", [-1, 1.5, "1", None])
 def test_a_pace_counts_rounds(every):
-    with pytest.raises(ConfigError, match="setting 'evaluate_every' of Pace"):
-        fq.Pace(evaluate_every=every)
+    with pytest.raises(ConfigError, match="setting 'evaluate_every' of Cadence"):
+        fq.Cadence(evaluate_every=every)

@@ -1,11 +1,50 @@
-"""Fedquilt: one federated model, cut to fit every device."""
+"""Fedquilt: one federated model, cut to fit every device.
+
+Clients of different budgets train parts of one model. Data, models, methods and server optimizers
+can be had by name:
+
+>>> import fedquilt as fq
+>>> digits = fq.load_dataset("digits")
+>>> clients = fq.make_clients(digits.train, test=digits.test, count=4, budgets=(1.0, 0.25))
+>>> model = fq.make_model("mlp", {"image_size": 8, "hidden": [16]})
+>>> method = fq.HeteroFL(fq.LocalTraining(epochs=1), server_optimizer=fq.FedAvgM(lr=0.5))
+>>> run = fq.train(model, digits.example, method, clients, rounds=1, workers=0)
+>>> run.customize(width=0.25).classifier
+Linear(in_features=4, out_features=10, bias=True)
+>>> "mlp" in fq.MODELS, fq.METHODS["heterofl"] is fq.HeteroFL, "fedavgm" in fq.SERVER_OPTIMIZERS
+(True, True, True)
+>>> fq.__version__.count(".") >= 2
+True
+"""
 
 from fedquilt.customize.export import export
-from fedquilt.data.population import Population, clients
-from fedquilt.errors import FedquiltError
-from fedquilt.evaluation.accuracy import SizeScore
-from fedquilt.federation.average import average
-from fedquilt.federation.client import Client, Task, Update
+from fedquilt.data import Dataset, load_dataset
+from fedquilt.data.population import Population, make_clients
+from fedquilt.engines.engine import Engine
+from fedquilt.engines.local import LocalEngine
+from fedquilt.errors import FedquiltError, UpdateError
+from fedquilt.evaluation.accuracy import SizeScore, evaluate
+from fedquilt.federation.aggregation import (
+    SERVER_OPTIMIZERS,
+    Aggregate,
+    AggregationPipeline,
+    Aggregator,
+    Decoder,
+    FedAdagrad,
+    FedAdam,
+    FedAvgM,
+    FedYogi,
+    Mean,
+    Part,
+    ServerOptimizer,
+    ServerSGD,
+    ServerUpdate,
+    UpdateTransform,
+    Validator,
+    average,
+    chain,
+)
+from fedquilt.federation.client import Client, ClientResult, Failure, Recipe, Task, Update
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods import (
     ADDS,
@@ -31,48 +70,96 @@ from fedquilt.methods import (
     lg_fedavg,
     standalone,
 )
+from fedquilt.methods.base import BaseMethod
+from fedquilt.models import MODELS, make_model
 from fedquilt.models.pretrained import load_pretrained
-from fedquilt.report.runs import report  # shadows the package, which stays importable
-from fedquilt.runs.loop import Pace
-from fedquilt.runs.run import Run, open_run, train
-from fedquilt.structure.budget import Budget, fit
-from fedquilt.structure.cost import Cost, cost
-from fedquilt.structure.cut import build, take
-from fedquilt.structure.groups import Structure
+from fedquilt.report.runs import write_report  # shadows the package, which stays importable
+from fedquilt.runs.events import (
+    Callback,
+    CheckpointSaved,
+    ClientDone,
+    Evaluated,
+    Event,
+    ProblemFound,
+    RoundDone,
+    RoundStarted,
+)
+from fedquilt.runs.open import open_run
+from fedquilt.runs.policies import Cadence, FaultPolicy
+from fedquilt.runs.run import Run
+from fedquilt.runs.train import train
+from fedquilt.structure.budget import Budget, fit_budget
+from fedquilt.structure.cost import Cost, compute_cost
+from fedquilt.structure.create import declare_structure, trace_structure
+from fedquilt.structure.cut import build_module, copy_subnet_tensors
+from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.attack import PGD
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.sgd import SGD
+from fedquilt.training.context import ClientContext
+from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.settings import LocalTraining
 from fedquilt.version import __version__
 
 __all__ = [
     "ADDS",
     "APFL",
     "METHODS",
+    "MODELS",
     "PGD",
-    "SGD",
+    "SERVER_OPTIMIZERS",
     "STC",
+    "Aggregate",
+    "AggregationPipeline",
+    "Aggregator",
+    "BaseMethod",
     "Budget",
+    "Cadence",
+    "Callback",
     "Centralised",
+    "CheckpointSaved",
     "Client",
+    "ClientContext",
+    "ClientDone",
+    "ClientResult",
     "Cost",
+    "Dataset",
+    "Decoder",
     "DepthFL",
+    "Engine",
+    "Evaluated",
+    "Event",
+    "Failure",
+    "FaultPolicy",
+    "FedAdagrad",
+    "FedAdam",
     "FedAvg",
+    "FedAvgM",
     "FedDrop",
     "FedPA",
     "FedRolex",
+    "FedYogi",
     "FedquiltError",
     "FjORD",
     "HeteroFL",
+    "LocalEngine",
+    "LocalSGD",
+    "LocalTraining",
+    "Mean",
     "Method",
     "NeFL",
-    "Optimiser",
     "PFedMe",
-    "Pace",
+    "Part",
     "Phase",
     "Population",
+    "ProblemFound",
+    "Recipe",
+    "RoundDone",
+    "RoundStarted",
     "Run",
     "SHeteroFL",
+    "ServerOptimizer",
+    "ServerSGD",
+    "ServerUpdate",
     "Setup",
     "SizeScore",
     "SplitMix",
@@ -81,21 +168,30 @@ __all__ = [
     "Subnet",
     "Task",
     "Update",
+    "UpdateError",
+    "UpdateTransform",
+    "Validator",
     "__version__",
     "average",
-    "build",
-    "clients",
-    "cost",
+    "build_module",
+    "chain",
+    "compute_cost",
+    "copy_subnet_tensors",
+    "declare_structure",
+    "evaluate",
     "export",
     "fed_uniform",
     "fedavg_at",
     "fedavg_oat",
-    "fit",
+    "fit_budget",
     "lg_fedavg",
+    "load_dataset",
     "load_pretrained",
+    "make_clients",
+    "make_model",
     "open_run",
-    "report",
     "standalone",
-    "take",
+    "trace_structure",
     "train",
+    "write_report",
 ]

@@ -1,4 +1,12 @@
-"""What callers may want to catch: every refusal of ours is one sentence for a person."""
+"""Errors of the library: each message is one sentence for a person.
+
+>>> import fedquilt as fq
+>>> try:
+...     fq.HeteroFL(fraction=2.0)
+... except fq.FedquiltError as problem:
+...     print(problem)
+setting 'fraction' of HeteroFL: input should be less than or equal to 1, got 2.0
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,7 @@ from collections.abc import Iterable
 
 
 class FedquiltError(Exception):
-    """Base of all refusals: the message says the rule, what was given, and what to do."""
+    """Base of all errors: the message says the rule, what was given, and what to do."""
 
 
 class StructureError(FedquiltError):
@@ -34,12 +42,21 @@ class CheckpointError(FedquiltError):
     """A run directory or checkpoint that cannot be read or written."""
 
 
-class DamageError(CheckpointError):
+class CorruptFileError(CheckpointError):
     """A file of a run that is not what was written, or is not there."""
 
 
 class UpdateError(FedquiltError):
-    """What a client sent back is not what it was asked for."""
+    """What a client sent back is not what it was asked for.
+
+    Raised by a decoder or a validator, it drops the update of one client, and the round goes on:
+
+    >>> import fedquilt as fq
+    >>> raise fq.UpdateError("client 3 has sent a weight above 1000")
+    Traceback (most recent call last):
+        ...
+    fedquilt.errors.UpdateError: client 3 has sent a weight above 1000
+    """
 
 
 class TrainingError(FedquiltError):
@@ -50,13 +67,22 @@ class FederationError(FedquiltError):
     """Processes of a federation that do not start, or do not answer."""
 
 
-def unknown(kind: str, given: str, known: Iterable[str]) -> str:
+def describe_unknown(kind: str, given: str, known: Iterable[str]) -> str:
     """The sentence for a name that is not known, with the nearest one suggested.
 
-    >>> unknown("model", "resnet", ["heterofl-resnet18", "mlp"])
+    >>> describe_unknown("model", "resnet", ["heterofl-resnet18", "mlp"])
     "model 'resnet' is not known; choose one of: heterofl-resnet18, mlp"
     """
     names = sorted(known)
-    close = difflib.get_close_matches(given, names, n=1)
-    hint = f" (did you mean '{close[0]}'?)" if close else ""
+    hint = suggest_nearest(given, names)
     return f"{kind} '{given}' is not known{hint}; choose one of: {', '.join(names)}"
+
+
+def suggest_nearest(given: str, known: Iterable[str]) -> str:
+    """The words that suggest the nearest known name; empty if none is near.
+
+    >>> suggest_nearest("classifer", ["features", "classifier"])
+    " (did you mean 'classifier'?)"
+    """
+    close = difflib.get_close_matches(given, list(known), n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""

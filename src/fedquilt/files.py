@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, are known by their hash, and have one writer."""
+"""Files that are written atomically and verified by their hash, and locks on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -17,23 +17,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedquilt.errors import CheckpointError, DamageError
+from fedquilt.errors import CheckpointError, CorruptFileError
 
 if sys.platform == "win32":
     import msvcrt
 else:
     import fcntl
 
-SEAL = "digest"  # of everything else in a document or a file of tensors
-LONGEST_WAIT = 5.0  # seconds; workers of a process that was killed hold its lock for a moment
+HASH_KEY = "digest"  # of everything else in a document or a file of tensors
+MAX_WAIT = 5.0  # seconds; the workers of a killed process hold its lock for a moment
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a small file for good, whole or not at all."""
+    """Writes a small file atomically, and waits until it is on the disk."""
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_text(text)
-        sync(part)
+        fsync(part)
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)
@@ -41,59 +41,54 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Writes a JSON document that knows its own hash, for good, whole or not at all."""
+    """Writes a JSON document that holds its own hash, atomically."""
     plain = json.loads(json.dumps(document))
-    sealed = {**plain, SEAL: _document_hash(plain)}
+    sealed = {**plain, HASH_KEY: _hash_document(plain)}
     write_text(path, json.dumps(sealed, indent=1, sort_keys=True))
 
 
-def read_document(path: Path, *, sealed_since: int) -> dict[str, Any]:
-    """Reads a JSON document, and refuses one that is not what was written.
-
-    Documents of an earlier ``version`` than that know no hash of themselves.
-    """
+def read_document(path: Path) -> dict[str, Any]:
+    """Reads a JSON document, and refuses one whose hash is not that of its contents."""
     try:
         document = json.loads(path.read_text())
     except PermissionError as problem:
         raise CheckpointError(f"{path} cannot be read ({problem})") from problem
     except (OSError, ValueError, RecursionError) as problem:
-        raise DamageError(f"{path} cannot be read ({problem})") from problem
+        raise CorruptFileError(f"{path} cannot be read ({problem})") from problem
     if not isinstance(document, dict):
-        raise DamageError(f"{path} is damaged: it holds no JSON object")
-    seal, version = document.pop(SEAL, None), document.get("version", 0)
-    is_old = seal is None and type(version) is int and version < sealed_since
-    if not is_old and seal != _document_hash(document):
-        raise DamageError(f"{path} is damaged: its contents are not what was written")
+        raise CorruptFileError(f"{path} is damaged: it holds no JSON object")
+    if document.pop(HASH_KEY, None) != _hash_document(document):
+        raise CorruptFileError(f"{path} is damaged: its contents are not what was written")
     return document
 
 
-def _document_hash(document: Mapping[str, Any]) -> str:
+def _hash_document(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes tensors to disk for good; the file's hash. Raises an OSError if there is no room."""
+    """Writes tensors, waits until they are on the disk, and returns the file's hash."""
     _save(path, tensors, None)
-    sync(path)
-    return file_hash(path)
+    fsync(path)
+    return hash_file(path)
 
 
 def read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
-    """Reads tensors, and refuses a file that is not the one that was written."""
+    """Reads tensors, and refuses a file with another hash."""
     try:
-        if file_hash(path) != digest:
-            raise DamageError(f"{path} is damaged: its contents are not what was written")
+        if hash_file(path) != digest:
+            raise CorruptFileError(f"{path} is damaged: its contents are not what was written")
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as problem:
-        raise DamageError(f"{path} cannot be read ({problem})") from problem
+        raise CorruptFileError(f"{path} cannot be read ({problem})") from problem
     return tensors
 
 
 def write_sealed(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes tensors whose file knows their hash, whole or not at all; it is not synced yet."""
+    """Writes tensors with their hash atomically; the file is not synced yet."""
     part = path.with_name(f".{path.name}.part")
     try:
-        _save(part, tensors, {SEAL: _tensors_hash(tensors)})
+        _save(part, tensors, {HASH_KEY: _hash_tensors(tensors)})
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)
@@ -101,18 +96,15 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_sealed(path: Path) -> dict[str, Tensor]:
-    """Reads tensors, and refuses them if they are not what was written.
-
-    Files of earlier versions know no hash; only their header is checked.
-    """
+    """Reads tensors, and refuses them if their hash is not the one in the file."""
     try:
         with safe_open(path, framework="pt") as file:
-            about = file.metadata()
+            metadata = file.metadata() or {}
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as problem:
-        raise DamageError(f"{path} cannot be read ({problem})") from problem
-    if about and about.get(SEAL) != _tensors_hash(tensors):
-        raise DamageError(f"{path} is damaged: its contents are not what was written")
+        raise CorruptFileError(f"{path} cannot be read ({problem})") from problem
+    if metadata.get(HASH_KEY) != _hash_tensors(tensors):
+        raise CorruptFileError(f"{path} is damaged: its contents are not what was written")
     return tensors
 
 
@@ -123,22 +115,22 @@ def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | 
         raise OSError(str(problem)) from problem
 
 
-def _tensors_hash(tensors: Mapping[str, Tensor]) -> str:
-    found = hashlib.sha256()
+def _hash_tensors(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
     for name in sorted(tensors):
-        found.update(f"{name} {tensor_hash(tensors[name])}\n".encode())
-    return found.hexdigest()
+        digest.update(f"{name} {hash_tensor(tensors[name])}\n".encode())
+    return digest.hexdigest()
 
 
-def tensor_hash(tensor: Tensor) -> str:
-    """The SHA-256 of a tensor: what it is, and every bit of it."""
+def hash_tensor(tensor: Tensor) -> str:
+    """The SHA-256 of a tensor: its dtype, its shape and its bits."""
     data = tensor.detach().cpu().contiguous()
-    found = hashlib.sha256(f"{data.dtype} {tuple(data.shape)}".encode())
-    found.update(data.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+    digest = hashlib.sha256(f"{data.dtype} {tuple(data.shape)}".encode())
+    digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
-def file_hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """The SHA-256 of a file."""
     with path.open("rb") as file:
         return (
@@ -148,13 +140,13 @@ def file_hash(path: Path) -> str:
         )
 
 
-def remove_parts(folder: Path) -> None:
-    """Removes files that a process was killed over while it wrote them."""
+def remove_partial_files(folder: Path) -> None:
+    """Removes files that a killed process left half written."""
     for part in folder.glob(".*.part"):
         part.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Waits until a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -164,26 +156,33 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path | None) -> Iterator[None]:
-    """Keeps others out of a folder; the system lets go of it when this process dies."""
-    if folder is None:
-        yield
-        return
-    with (folder / "lock").open("a") as lock:
-        until = time.monotonic() + LONGEST_WAIT
+def hold_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Holds a lock on a file; the system releases it when this process dies.
+
+    If another process holds it, ``on_wait`` is called, and after ``MAX_WAIT`` seconds a
+    CheckpointError is raised.
+    """
+    with path.open("a") as file:
         with suppress(OSError):  # a file system without locks
-            while not try_to_lock(lock):
-                if time.monotonic() > until:
-                    raise CheckpointError(
-                        f"another run is at work in {folder}; wait for its end, or choose "
-                        "another directory"
-                    )
-                time.sleep(0.05)
+            if not try_to_lock(file):
+                on_wait()
+                _wait_for_lock(file, path.parent)
         yield
+
+
+def _wait_for_lock(file: IO[str], folder: Path) -> None:
+    deadline = time.monotonic() + MAX_WAIT
+    while not try_to_lock(file):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"another process is training in {folder}; wait until it ends, or choose another "
+                "directory"
+            )
+        time.sleep(0.05)
 
 
 def try_to_lock(file: IO[str]) -> bool:
-    """Locks an open file until it is closed; False if somebody else has locked it."""
+    """Locks an open file until it is closed; False if another process has locked it."""
     try:
         if sys.platform == "win32":
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)

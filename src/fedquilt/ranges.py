@@ -27,7 +27,7 @@ def check_fields(settings: object) -> None:
     marks is refused.
     """
     kind = type(settings)
-    for name, adapter in _adapters(kind).items():  # type: ignore[arg-type]  # mypy: types hash
+    for name, adapter in _make_adapters(kind).items():  # type: ignore[arg-type]  # mypy: types hash
         value = getattr(settings, name)
         if isinstance(value, list):
             value = tuple(value)
@@ -55,7 +55,7 @@ def _check(adapter: TypeAdapter[Any], value: object, name: str) -> None:
 
 
 @cache
-def _adapters(kind: type) -> Mapping[str, TypeAdapter[Any]]:
+def _make_adapters(kind: type) -> Mapping[str, TypeAdapter[Any]]:
     """What checks each field, as far as its type can be checked: a protocol cannot."""
     try:
         stated = get_type_hints(kind, include_extras=True)

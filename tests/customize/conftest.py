@@ -14,7 +14,7 @@ import fedquilt as fq
 from fedquilt.customize import bundle
 
 EXAMPLE = torch.zeros(2, 1, 6, 6)
-STEPS = fq.Optimiser(lr=0.05, epochs=1, batch_size=4, clip=None)
+STEPS = fq.LocalTraining(lr=0.05, epochs=1, batch_size=4, max_grad_norm=None)
 
 
 class Net(nn.Module):
@@ -45,14 +45,14 @@ class Stored:
     def file(self) -> Path:
         return self.folder / "model" / "params.safetensors"
 
-    def opened(self) -> fq.Run:
+    def open(self) -> fq.Run:
         return fq.open_run(self.folder, self.model, self.method)
 
 
 METHODS: dict[str, fq.Method] = {
     "robust": fq.SplitMix(STEPS, base=0.25, robust=True, steps=1),
     "robust batch": fq.SplitMix(STEPS, base=0.25, robust=True, steps=1, statistics="batch"),
-    "batch": fq.SplitMix(STEPS, base=0.25, together=False),
+    "batch": fq.SplitMix(STEPS, base=0.25, stacked=False),
     "heterofl": fq.HeteroFL(STEPS),
     "oat": fq.fedavg_oat(STEPS, steps=1),
 }
@@ -72,10 +72,10 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stored]:
     """A run of a method, trained once and then roughened so that no two tensors are alike."""
     torch.manual_seed(0)
     net = Net()
-    structure = fq.Structure.trace(net, EXAMPLE)
+    structure = fq.trace_structure(net, EXAMPLE)
     y = torch.arange(24) % 3
     x = torch.sigmoid(torch.randn(24, 1, 6, 6) + y.view(-1, 1, 1, 1) - 1)
-    people = fq.clients((x, y), test=(x, y), count=2, budgets=[1, 0.5])
+    people = fq.make_clients((x, y), test=(x, y), count=2, budgets=[1, 0.5])
     found: dict[str, Stored] = {}
 
     def make(name: str) -> Stored:
@@ -87,7 +87,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stored]:
                 n: t + torch.rand(t.shape, generator=generator) if t.is_floating_point() else t
                 for n, t in run.state.params.items()
             }
-            bundle.save(folder / "model", params, structure, run.about)
+            bundle.save_bundle(folder / "model", params, structure, run.info)
             found[name] = Stored(folder, net, method, people)
         return found[name]
 

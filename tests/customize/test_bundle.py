@@ -12,9 +12,11 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.customize import bundle
-from fedquilt.errors import CheckpointError, DamageError
-from fedquilt.files import file_hash, write_document
-from fedquilt.structure.values import as_values, from_values
+from fedquilt.customize.info import InputSpec, RunInfo
+from fedquilt.errors import CheckpointError, CorruptFileError
+from fedquilt.files import hash_file, write_document
+from fedquilt.structure.derive import make_uncut_structure
+from fedquilt.structure.serialization import from_json, to_json
 
 PARAMS = {
     "w@0": torch.randn(3, 2),
@@ -24,24 +26,18 @@ PARAMS = {
     "mask": torch.tensor([True, False]),
     "none": torch.empty(0, 3),
 }
-ABOUT = {
-    "seed": 0,
-    "rounds": 2,
-    "method": "FedAvg()",
-    "sizes": [1.0],
-    "example": [{"shape": [2, 2, 5, 5], "dtype": "float32"}],
-}
+INFO = RunInfo(0, 2, {"class": "FedAvg"}, (1.0,), (InputSpec((2, 2, 5, 5), "float32"),))
 NET = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
 
 
 @pytest.fixture(scope="module")
 def structure():
-    return fq.Structure.trace(NET, torch.zeros(2, 2, 5, 5))
+    return fq.trace_structure(NET, torch.zeros(2, 2, 5, 5))
 
 
 @pytest.fixture
 def folder(tmp_path, structure):
-    bundle.save(tmp_path, PARAMS, structure, ABOUT)
+    bundle.save_bundle(tmp_path, PARAMS, structure, INFO)
     return tmp_path
 
 
@@ -55,8 +51,8 @@ def damage(path, tensor):
 
 
 def test_a_bundle_comes_back_as_it_was(folder):
-    found = bundle.load(folder)
-    assert found.about["sizes"] == [1.0]
+    found = bundle.load_bundle(folder)
+    assert found.info == INFO
     assert set(found.params) == PARAMS.keys()
     assert len(found.params) == len(PARAMS)
     for name, tensor in PARAMS.items():
@@ -73,7 +69,7 @@ def test_a_bundle_comes_back_as_it_was(folder):
 
 def test_a_tensor_is_checked_when_it_is_read_and_others_are_not_read(folder):
     damage(folder / "params.safetensors", "w@1")
-    params = bundle.load(folder).params
+    params = bundle.load_bundle(folder).params
     assert "w@1" in params
     assert params.shape("w@1") == (3, 2)
     assert torch.equal(params["w@0"], PARAMS["w@0"])
@@ -93,7 +89,7 @@ def test_a_tensor_is_checked_when_it_is_read_and_others_are_not_read(folder):
 )
 def test_another_tensor_of_the_same_name_is_refused(folder, change):
     save_file({**PARAMS, **change}, folder / "params.safetensors")
-    params = bundle.load(folder).params
+    params = bundle.load_bundle(folder).params
     with pytest.raises(CheckpointError, match="'w@1' is not what was written"):
         params["w@1"]
 
@@ -101,31 +97,31 @@ def test_another_tensor_of_the_same_name_is_refused(folder, change):
 def test_other_names_are_refused_at_once(folder):
     save_file({"v": torch.zeros(1)}, folder / "params.safetensors")
     with pytest.raises(CheckpointError, match="damaged"):
-        bundle.load(folder)
+        bundle.load_bundle(folder)
 
 
 def test_a_file_that_is_cut_short_is_refused_at_once(folder):
     path = folder / "params.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="damaged"):
-        bundle.load(folder)
+        bundle.load_bundle(folder)
 
 
 @pytest.mark.parametrize("name", ["params.safetensors", "structure.json"])
 def test_a_bundle_in_which_a_file_is_missing_is_refused(folder, name):
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
-        bundle.load(folder)
+        bundle.load_bundle(folder)
 
 
 def test_a_damaged_structure_is_refused(folder):
     path = folder / "structure.json"
     path.write_text(path.read_text().replace("4", "5", 1))
     with pytest.raises(CheckpointError, match="damaged"):
-        bundle.load(folder)
+        bundle.load_bundle(folder)
 
 
-def rewrite(folder, *, version=3, without=(), **changes):
+def rewrite(folder, *, version=4, without=(), **changes):
     """Writes the description anew, with its hash."""
     path = folder / "bundle.json"
     about = {**json.loads(path.read_text()), "version": version, **changes}
@@ -134,27 +130,29 @@ def rewrite(folder, *, version=3, without=(), **changes):
 
 
 def test_a_bundle_of_an_unknown_version_is_refused(folder):
-    rewrite(folder, version=4)
-    with pytest.raises(CheckpointError, match="has version 4, this fedquilt reads version 3"):
-        bundle.load(folder)
+    rewrite(folder, version=5)
+    with pytest.raises(CheckpointError, match="has version 5, this fedquilt reads version 4"):
+        bundle.load_bundle(folder)
 
 
 def test_no_bit_of_the_description_is_believed_when_it_is_another(folder):
     path = folder / "bundle.json"
-    whole, about = path.read_bytes(), bundle.load(folder).about
+    whole, about = path.read_bytes(), bundle.load_bundle(folder).info
     for position in range(0, len(whole), 3):
         data = bytearray(whole)
         data[position] ^= 1 << position % 7
         path.write_bytes(data)
         with contextlib.suppress(CheckpointError):
-            assert bundle.load(folder).about == about
+            assert bundle.load_bundle(folder).info == about
 
 
-@pytest.mark.parametrize("name", [*ABOUT, "sha256"])
+@pytest.mark.parametrize(
+    "name", ["seed", "rounds", "method", "sizes", "inputs", "sha256", "structure"]
+)
 def test_a_description_that_lacks_something_is_refused_in_a_sentence(folder, name):
     rewrite(folder, without=(name,))
-    with pytest.raises(DamageError, match=f"'{name}': field required") as problem:
-        bundle.load(folder)
+    with pytest.raises(CorruptFileError, match=f"'{name}': field required") as problem:
+        bundle.load_bundle(folder)
     assert "\n" not in str(problem.value)
 
 
@@ -164,20 +162,21 @@ def test_a_description_that_lacks_something_is_refused_in_a_sentence(folder, nam
         {"sizes": []},
         {"sizes": "all"},
         {"rounds": 0},
-        {"example": [{"shape": [2, 3], "dtype": "load"}]},
-        {"example": [{"shape": [10**6, 10**6], "dtype": "float32"}]},
-        {"example": [{"shape": [-1], "dtype": "float32"}]},
-        {"kept": {"first": 1}},
-        {"chosen": [1]},
+        {"inputs": [{"shape": [2, 3], "dtype": "load"}]},
+        {"inputs": [{"shape": [10**6, 10**6], "dtype": "float32"}]},
+        {"inputs": [{"shape": [-1], "dtype": "float32"}]},
+        {"client_versions": {"first": 1}},
+        {"chosen_subnets": [1]},
+        {"chosen_subnets": {"1": "no subnet"}},
         {"sha256": 3},
-        {"scale": {"mean": 1}},
+        {"normalization": {"mean": 1}},
     ],
     ids=str,
 )
 def test_a_description_of_another_shape_is_refused_in_a_sentence(folder, changes):
     rewrite(folder, **changes)
-    with pytest.raises(DamageError, match=r"bundle\.json is damaged: ") as problem:
-        bundle.load(folder)
+    with pytest.raises(CorruptFileError, match=r"bundle\.json is damaged: ") as problem:
+        bundle.load_bundle(folder)
     assert "\n" not in str(problem.value)
 
 
@@ -185,61 +184,23 @@ def test_a_description_of_another_shape_is_refused_in_a_sentence(folder, changes
 def test_another_kind_of_json_is_refused_in_a_sentence(folder, text):
     (folder / "bundle.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"bundle\.json") as problem:
-        bundle.load(folder)
+        bundle.load_bundle(folder)
     assert "\n" not in str(problem.value)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"axes": 3}', "[" * 100_000])
 def test_a_structure_of_another_shape_is_refused_in_a_sentence(folder, text):
     (folder / "structure.json").write_text(text)
-    rewrite(folder, structure=file_hash(folder / "structure.json"))
-    with pytest.raises(DamageError, match="describes no structure"):
-        bundle.load(folder)
-
-
-def test_bundles_of_version_2_are_read_without_a_hash_of_their_description(folder):
-    path = folder / "bundle.json"
-    about = {**json.loads(path.read_text()), "version": 2}
-    path.write_text(json.dumps(about))
-    with pytest.raises(DamageError):  # a bit of its version has changed
-        bundle.load(folder)
-    del about["digest"]
-    path.write_text(json.dumps(about))
-    assert torch.equal(bundle.load(folder).params["w@0"], PARAMS["w@0"])
-
-
-def write_version_1(folder, params, about):
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(params), folder / "params.safetensors")
-    digest = file_hash(folder / "params.safetensors")
-    old = {**about, "format": "fedquilt-bundle", "version": 1, "sha256": digest}
-    (folder / "bundle.json").write_text(json.dumps(old))
-
-
-def test_bundles_of_version_1_are_read_and_checked_whole(tmp_path):
-    write_version_1(tmp_path, PARAMS, ABOUT)
-    found = bundle.load(tmp_path)
-    assert found.structure is None
-    assert all(torch.equal(found.params[n], t) for n, t in PARAMS.items())
-    damage(tmp_path / "params.safetensors", "w@1")
-    with pytest.raises(CheckpointError, match="damaged"):
-        bundle.load(tmp_path)
-
-
-def test_runs_with_bundles_of_version_1_are_opened(stored, tmp_path):
-    old = stored("heterofl")
-    params, about = bundle.load(old.folder / "model").params, old.opened().about
-    write_version_1(tmp_path / "model", params, about)
-    again = fq.open_run(tmp_path, old.model, old.method)
-    one, other = (run.customize(0.5).state_dict() for run in (old.opened(), again))
-    assert all(torch.equal(other[n], t) for n, t in one.items())
+    rewrite(folder, structure=hash_file(folder / "structure.json"))
+    with pytest.raises(CorruptFileError, match="describes no structure"):
+        bundle.load_bundle(folder)
 
 
 def test_whoever_has_a_bundle_open_keeps_it_when_it_is_written_again(folder, structure):
-    params = bundle.load(folder).params
-    bundle.save(folder, {"w@0": torch.zeros(3, 2)}, structure, ABOUT)
+    params = bundle.load_bundle(folder).params
+    bundle.save_bundle(folder, {"w@0": torch.zeros(3, 2)}, structure, INFO)
     assert torch.equal(params["w@0"], PARAMS["w@0"])
-    assert torch.equal(bundle.load(folder).params["w@0"], torch.zeros(3, 2))
+    assert torch.equal(bundle.load_bundle(folder).params["w@0"], torch.zeros(3, 2))
 
 
 def test_a_full_disk_leaves_the_old_bundle(folder, structure, monkeypatch):
@@ -250,18 +211,18 @@ def test_a_full_disk_leaves_the_old_bundle(folder, structure, monkeypatch):
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     monkeypatch.setattr("fedquilt.customize.bundle.write_tensors", full)
     with pytest.raises(CheckpointError, match="No space left"):
-        bundle.save(folder, PARAMS, structure, ABOUT)
+        bundle.save_bundle(folder, PARAMS, structure, INFO)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
 def test_stored_tensors_can_be_copied(folder):
-    other = copy.deepcopy(bundle.load(folder).params)
+    other = copy.deepcopy(bundle.load_bundle(folder).params)
     assert torch.equal(other["w@0"], PARAMS["w@0"])
 
 
 def test_a_folder_without_a_model_says_how_to_finish(tmp_path):
-    with pytest.raises(CheckpointError, match="train --resume"):
-        bundle.load(tmp_path / "model")
+    with pytest.raises(CheckpointError, match="finish its run first"):
+        bundle.load_bundle(tmp_path / "model")
 
 
 # structures
@@ -285,15 +246,15 @@ def same(one, other):
 
 
 def test_a_structure_comes_back_from_plain_values_as_it_was(structure):
-    joined = fq.Structure.trace(Joined(), torch.zeros(2, 8))
+    joined = fq.trace_structure(Joined(), torch.zeros(2, 8))
     assert any(axis and len(axis) > 1 for axes in joined.axes.values() for axis in axes)
     axes = {"0.weight": ("h", None, None, None), "0.bias": ("h",), "3.weight": (None, "h")}
-    declared = fq.Structure.declare(NET, axes, sizes={"0.out_channels": "h"})
-    assert declared.sizes
-    small = structure.uncut(fq.build(NET, structure, structure.subnet(0.5)))
+    declared = fq.declare_structure(NET, axes, sizes={"0.out_channels": "h"})
+    assert declared.size_attributes
+    small = make_uncut_structure(fq.build_module(NET, structure, structure.subnet(0.5)), structure)
     assert small.origin
     for found in (structure, joined, declared, small):
-        again = from_values(json.loads(json.dumps(as_values(found))))
+        again = from_json(json.loads(json.dumps(to_json(found))))
         assert same(again, found)
         assert list(again.shapes) == list(found.shapes)
         assert again.describe() == found.describe()

@@ -11,8 +11,8 @@ from torch import nn
 
 from fedquilt.customize.export import export
 from fedquilt.errors import ConfigError, FedquiltError
-from fedquilt.structure.cut import build
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.cut import build_module
 
 EXAMPLE = torch.zeros(2, 1, 8, 8)
 
@@ -28,8 +28,8 @@ def small():
         nn.Flatten(),
         nn.Linear(8, 3),
     )
-    structure = Structure.trace(net, EXAMPLE)
-    return build(net, structure, structure.subnet(0.5)).eval()
+    structure = trace_structure(net, EXAMPLE)
+    return build_module(net, structure, structure.subnet(0.5)).eval()
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +155,8 @@ def close(one, other):
 
 @pytest.mark.parametrize("ending", ["onnx", "pt2", "safetensors"])
 def test_a_point_of_a_mixture_is_written_as_it_answers(robust, images, tmp_path, ending):
-    model = robust.opened().customize(0.75)
-    with model.at(width=0.5, robustness=0.3):
+    model = robust.open().customize(0.75)
+    with model.at_setting(width=0.5, robustness=0.3):
         path = export(model, tmp_path / f"point.{ending}", about={"width": 0.5})
         wanted = expected(model, images)
     if ending == "onnx":
@@ -168,7 +168,7 @@ def test_a_point_of_a_mixture_is_written_as_it_answers(robust, images, tmp_path,
     elif ending == "pt2":
         found = torch.export.load(path).module()(images)
     else:
-        other = robust.opened().customize(0.75, 0.3)
+        other = robust.open().customize(0.75, 0.3)
         other.width = 0.5
         with safe_open(path, framework="pt") as file:
             other.load_state_dict({n: file.get_tensor(n) for n in file.keys()})  # noqa: SIM118
@@ -180,7 +180,7 @@ def test_a_point_of_a_mixture_is_written_as_it_answers(robust, images, tmp_path,
 def test_a_family_answers_as_the_model_at_every_width_and_robustness(
     stored, images, tmp_path, name
 ):
-    model = stored(name).opened().customize(0.75)
+    model = stored(name).open().customize(0.75)
     model.width, model.robustness = 0.75, 0.6
     session = session_of(export(model, tmp_path / "family.onnx", family=True))
     assert (model.width, model.robustness) == (0.75, 0.6)
@@ -193,22 +193,22 @@ def test_a_family_answers_as_the_model_at_every_width_and_robustness(
             found = answers(session, some, torch.tensor(robustness))
             assert found.shape == (3, len(some), 3)
             for row, width in zip(found, (0.25, 0.5, 0.75), strict=True):
-                with model.at(width=width, robustness=robustness):
+                with model.at_setting(width=width, robustness=robustness):
                     assert close(row, expected(model, some))
-    with model.at(robustness=0.0):
+    with model.at_setting(robustness=0.0):
         assert not close(found[-1], expected(model, some))  # the dial does something
 
 
 def test_a_family_without_a_dial_has_the_widths(stored, images, tmp_path):
-    model = stored("batch").opened().customize(0.5)
+    model = stored("batch").open().customize(0.5)
     session = session_of(export(model, tmp_path / "family.onnx", family=True))
     found = answers(session, images)
-    assert close(found, expected(model.by_width, images))
+    assert close(found, expected(model.predict_all_widths, images))
     assert close(found[-1], expected(model, images))
 
 
 def test_a_family_of_one_net_has_one_row(stored, images, tmp_path):
-    run = stored("oat").opened()
+    run = stored("oat").open()
     program = torch.export.load(export(run.customize(), tmp_path / "family.pt2", family=True))
     for robustness in (0.0, 0.3, 1.0):
         found = program.module()(images, torch.tensor(robustness))
@@ -220,7 +220,7 @@ def test_what_has_no_family_is_refused(robust, small, tmp_path):
     with pytest.raises(ConfigError, match="several widths or a robustness dial"):
         export(small, tmp_path / "family.onnx", EXAMPLE, family=True)
     with pytest.raises(ConfigError, match=r"write it to .onnx or .pt2"):
-        export(robust.opened().customize(), tmp_path / "family.safetensors", family=True)
+        export(robust.open().customize(), tmp_path / "family.safetensors", family=True)
     assert list(tmp_path.iterdir()) == []
 
 

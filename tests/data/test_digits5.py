@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedquilt.config import checked, population_of, source_of
-from fedquilt.data import load
+from fedquilt.data import load_dataset
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.federation.client import SERVER
+from fedquilt.settings.load import load_config
+from fedquilt.settings.resolve import build_population, load_source
 
 NAMES = ("digits-mnist", "digits-svhn", "digits-usps", "digits-synth", "digits-mnistm")
 STAND_IN = "digits-synth-standin"
@@ -47,7 +48,7 @@ def marks(examples, channel):
 
 def test_domains_have_the_papers_order_and_the_names_of_their_files(tmp_path):
     save_all(tmp_path)
-    source = load("digits5", folder=tmp_path)
+    source = load_dataset("digits5", folder=tmp_path)
     assert (source.name, source.num_classes, source.group_names) == ("digits5", 10, NAMES)
     for examples, groups in (
         (source.train, source.groups_train),
@@ -66,7 +67,7 @@ def test_files_are_found_one_by_one_in_the_folder_the_environment_and_the_cache(
     save(places[1], NAMES[1], value=101)
     save(places[1], NAMES[2], value=102)
     save(places[0], NAMES[2], value=202)
-    source = load("digits5", folder=places[0])
+    source = load_dataset("digits5", folder=places[0])
     assert sorted(set(marks(source.train, 0))) == [0, 3, 4, 101, 202]
 
 
@@ -75,11 +76,11 @@ def test_a_stand_in_is_used_only_where_the_real_domain_is_nowhere_and_shows(tmp_
     monkeypatch.setenv("FEDQUILT_DATA", str(own))
     save_all(own, [name for name in NAMES if name != "digits-synth"])
     save(given, STAND_IN, value=99)
-    source = load("digits5", folder=given)
+    source = load_dataset("digits5", folder=given)
     assert source.group_names == (*NAMES[:3], STAND_IN, NAMES[4])
     assert set(source.train.inputs[source.groups_train == 3, 0].flatten().tolist()) == {99}
     save(own, "digits-synth", value=7)
-    assert load("digits5", folder=given).group_names == NAMES
+    assert load_dataset("digits5", folder=given).group_names == NAMES
 
 
 @pytest.mark.parametrize("missing", NAMES)
@@ -89,7 +90,7 @@ def test_a_missing_file_and_the_places_are_named(tmp_path, monkeypatch, missing)
     save_all(given, [name for name in NAMES if name != missing])
     said = "digits-synth.npz or digits-synth-standin.npz" if "synth" in missing else missing
     with pytest.raises(DataError, match=f"needs {re.escape(said)}") as refusal:
-        load("digits5", folder=given)
+        load_dataset("digits5", folder=given)
     for words in (given, own, tmp_path / "cache" / "fedquilt", "not downloaded", "$FEDQUILT_DATA"):
         assert str(words) in str(refusal.value)
 
@@ -97,7 +98,7 @@ def test_a_missing_file_and_the_places_are_named(tmp_path, monkeypatch, missing)
 def test_every_domain_is_cut_to_the_first_examples_as_many_as_the_smallest_has(tmp_path):
     for value, name in enumerate(NAMES):
         save(tmp_path, name, value, train=20 + value, test=14 - value)
-    source = load("digits5", folder=tmp_path)
+    source = load_dataset("digits5", folder=tmp_path)
     assert source.groups_train.bincount().tolist() == [20] * 5
     assert source.groups_test.bincount().tolist() == [10] * 5
     assert marks(source.train, 1) == [*range(20)] * 5
@@ -106,7 +107,7 @@ def test_every_domain_is_cut_to_the_first_examples_as_many_as_the_smallest_has(t
 
 def test_images_stay_between_0_and_1(tmp_path):
     save_all(tmp_path, train=256)
-    source = load("digits5", folder=tmp_path)
+    source = load_dataset("digits5", folder=tmp_path)
     x, _ = source.train.batch(torch.arange(256))
     assert torch.equal(x[:, 1, 0, 0], torch.arange(256) / 255)
     assert source.test.scale is None
@@ -116,20 +117,20 @@ def test_images_stay_between_0_and_1(tmp_path):
 
 
 def settings(**data):
-    return checked({"data": {"source": "digits5", "partition": "domain:blocks", **data}})
+    return load_config({"data": {"source": "digits5", "partition": "domain:blocks", **data}})
 
 
 def people_of(config):
-    return population_of(config, source_of(config))
+    return build_population(config, load_source(config))
 
 
 def test_the_papers_numbers(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDQUILT_DATA", str(tmp_path))
     save_all(tmp_path, train=7438, test=1860)
-    config = settings(share=0.3, validation=0.5, clients=50, budgets="8-4-2-1")
-    source = source_of(config)
+    config = settings(fraction=0.3, validation=0.5, clients=50, budgets="8-4-2-1")
+    source = load_source(config)
     assert source.groups_train.bincount().tolist() == [2231] * 5
-    people = population_of(config, source)
+    people = build_population(config, source)
     assert [c.budget.width for c in people.clients[11:15]] == [0.125, 0.125, 0.25, 0.25]
     for client in people.clients:
         assert client.num_examples == len(people.train[client.id]) == 112
@@ -151,12 +152,12 @@ def test_normalising_is_as_usual_for_the_source_unless_it_is_set(tmp_path, monke
     monkeypatch.setenv("FEDQUILT_DATA", str(tmp_path))
     save_all(tmp_path)
     save(tmp_path, "mnist")
-    assert source_of(settings()).train.scale is None
-    assert source_of(settings(source="mnist")).train.scale is not None
+    assert load_source(settings()).train.scale is None
+    assert load_source(settings(source="mnist")).train.scale is not None
     for name in ("digits5", "mnist"):
-        plain = source_of(settings(source=name, normalise=False))
+        plain = load_source(settings(source=name, normalize=False))
         assert plain.train.scale is plain.test.scale is None
-        scaled = source_of(settings(source=name, normalise=True))
+        scaled = load_source(settings(source=name, normalize=True))
         x, _ = scaled.train.batch(torch.arange(len(scaled.train)))
         torch.testing.assert_close(x[:, 1].mean(), torch.tensor(0.0), atol=1e-2, rtol=0)
         assert scaled.test.scale == scaled.train.scale
@@ -166,10 +167,10 @@ def test_a_share_is_normalised_like_the_whole(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDQUILT_DATA", str(tmp_path))
     save_all(tmp_path)
     save(tmp_path, "mnist")
-    options = {"source": "digits5", "normalise": True}
-    whole, part = (source_of(settings(share=share, **options)) for share in (1.0, 0.5))
+    options = {"source": "digits5", "normalize": True}
+    whole, part = (load_source(settings(fraction=share, **options)) for share in (1.0, 0.5))
     assert whole.train.scale == part.train.scale == part.test.scale is not None
-    whole, part = (source_of(settings(source="mnist", share=share)) for share in (1.0, 0.5))
+    whole, part = (load_source(settings(source="mnist", fraction=share)) for share in (1.0, 0.5))
     assert whole.train.scale == part.train.scale
     assert marks(part.train, 1) == [*range(10)]
     assert len(part.test) == len(whole.test)
@@ -179,20 +180,20 @@ def test_floats_cannot_be_normalised(tmp_path):
     rows = np.zeros((4, 2), dtype=np.float32)
     np.savez(tmp_path / "rows.npz", x_train=rows, y_train=[0] * 4, x_test=rows, y_test=[0] * 4)
     path = str(tmp_path / "rows.npz")
-    assert source_of(settings(source=path, normalise=False)).train.scale is None
+    assert load_source(settings(source=path, normalize=False)).train.scale is None
     with pytest.raises(ConfigError, match=r"uint8 images, 'rows' holds torch.float32; leave it"):
-        source_of(settings(source=path, normalise=True))
+        load_source(settings(source=path, normalize=True))
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("share", 0),
-        ("share", 1.1),
-        ("share", float("nan")),
+        ("fraction", 0),
+        ("fraction", 1.1),
+        ("fraction", float("nan")),
         ("validation", 1),
         ("validation", -0.1),
-        ("normalise", "perhaps"),
+        ("normalize", "perhaps"),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(name, value):
@@ -203,14 +204,14 @@ def test_settings_out_of_range_are_refused_by_name(name, value):
 def test_a_share_that_leaves_a_domain_empty_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDQUILT_DATA", str(tmp_path))
     save_all(tmp_path)
-    with pytest.raises(DataError, match=r"share of 0.04 leaves none of 20; take a larger"):
-        source_of(settings(share=0.04))
+    with pytest.raises(DataError, match=r"fraction of 0.04 leaves none of 20; take a larger"):
+        load_source(settings(fraction=0.04))
 
 
 def test_augmentation_can_be_set_beside_a_share(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDQUILT_DATA", str(tmp_path))
     save_all(tmp_path)
-    source = source_of(settings(share=0.5, augment="crop-flip"))
+    source = load_source(settings(fraction=0.5, augment="crop-flip"))
     assert (len(source.train), source.train.augment, source.test.augment) == (
         50,
         "crop-flip",

@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from fedquilt.data import DatasetExamples, Examples, Normalise, Windows, as_examples
+from fedquilt.data import (
+    ConcatExamples,
+    DatasetExamples,
+    Examples,
+    Normalization,
+    Windows,
+    to_examples,
+)
 from fedquilt.data import examples as module
-from fedquilt.data.examples import Joined
 from fedquilt.errors import DataError
 
 
@@ -71,7 +77,7 @@ class WithTargets(Pairs):
 
 def test_normalise_matches_a_float_oracle():
     raw = images(20)
-    scale = Normalise.of(raw)
+    scale = Normalization.from_images(raw)
     floats = raw.double() / 255
     assert scale.mean == tuple(round(m, 4) for m in floats.mean((0, 2, 3)).tolist())
     std = floats.transpose(0, 1).flatten(1).std(dim=1, unbiased=False)
@@ -81,13 +87,13 @@ def test_normalise_matches_a_float_oracle():
 def test_normalise_of_a_constant_channel_does_not_divide_by_zero():
     raw = images(4)
     raw[:, 1] = 51
-    assert Normalise.of(raw).mean[1] == 0.2
-    assert Normalise.of(raw).std[1] == 1.0
+    assert Normalization.from_images(raw).mean[1] == 0.2
+    assert Normalization.from_images(raw).std[1] == 1.0
 
 
 def test_normalise_is_measured_on_images_only():
     with pytest.raises(DataError, match=r"uint8 images.*float32"):
-        Normalise.of(torch.zeros(2, 3))
+        Normalization.from_images(torch.zeros(2, 3))
 
 
 # Examples
@@ -103,19 +109,19 @@ def test_a_batch_is_the_rows_asked_for_in_their_order():
 
 def test_scale_centres_each_channel():
     raw = images()
-    scale = Normalise((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
+    scale = Normalization((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
     x, _ = Examples(raw, labels(), scale).batch(torch.arange(6))
     for channel, (mean, std) in enumerate(zip(scale.mean, scale.std, strict=True)):
         torch.testing.assert_close(x[:, channel], (raw[:, channel] / 255 - mean) / std)
 
 
 def test_the_cache_changes_no_bit(monkeypatch):
-    data = Examples(images(), labels(), Normalise.of(images()))
+    data = Examples(images(), labels(), Normalization.from_images(images()))
     rows = torch.tensor([5, 0, 3])
     cached, _ = data.batch(rows)
     monkeypatch.setattr(module, "CACHED_CELLS", 0)
     fresh, _ = data.batch(rows)
-    assert "_ready" in vars(data)
+    assert "_prepared_inputs" in vars(data)
     assert torch.equal(cached, fresh)
 
 
@@ -123,11 +129,11 @@ def test_a_large_set_is_not_converted_as_a_whole(monkeypatch):
     monkeypatch.setattr(module, "CACHED_CELLS", images().numel() - 1)
     data = Examples(images(), labels())
     data.batch(torch.tensor([0]))
-    assert "_ready" not in vars(data)
+    assert "_prepared_inputs" not in vars(data)
 
 
 def test_the_cache_does_not_travel():
-    data = Examples(images(), labels(), Normalise.of(images()))
+    data = Examples(images(), labels(), Normalization.from_images(images()))
     before = len(pickle.dumps(data))
     expected, _ = data.batch(torch.arange(6))
     _ = data.label_set
@@ -155,8 +161,8 @@ def test_tokens_may_be_kept_in_smaller_numbers(dtype):
     inputs = torch.arange(12).view(6, 2)
     for data in (
         Examples(inputs.to(dtype), labels()),
-        as_examples((inputs.to(dtype).numpy(), labels())),
-        as_examples(Pairs(inputs.to(dtype), labels())),
+        to_examples((inputs.to(dtype).numpy(), labels())),
+        to_examples(Pairs(inputs.to(dtype), labels())),
     ):
         x, _ = data.batch(torch.tensor([5, 2]))
         assert x.dtype == torch.int64
@@ -165,7 +171,7 @@ def test_tokens_may_be_kept_in_smaller_numbers(dtype):
 
 def test_an_example_may_have_a_label_at_every_position():
     tokens = torch.arange(12).view(4, 3) % 5
-    data = as_examples((tokens, tokens))
+    data = to_examples((tokens, tokens))
     _, y = data.batch(torch.tensor([3, 0]))
     assert y.tolist() == [[4, 0, 1], [0, 1, 2]]
     assert (len(data), data.label_set) == (4, (0, 1, 2, 3, 4))
@@ -176,13 +182,13 @@ def test_whatever_gives_batches_itself_is_taken_as_it_is():
     for data in (
         Examples(images(), labels()),
         Windows(torch.arange(9), torch.arange(3), 2),
-        Joined((Examples(images(), labels()),)),
+        ConcatExamples((Examples(images(), labels()),)),
     ):
-        assert as_examples(data) is data
+        assert to_examples(data) is data
 
 
 def test_select_keeps_the_rows_and_the_settings():
-    scale = Normalise.of(images())
+    scale = Normalization.from_images(images())
     part = Examples(images(), labels(), scale, "crop-flip").select(np.array([5, 2]))
     assert torch.equal(part.inputs, images()[[5, 2]])
     assert part.label_set == (2,)
@@ -269,8 +275,8 @@ def test_no_augmentation_draws_nothing():
         ({"labels": labels().view(6, 1)}, r"1-D.*shape \(6, 1\)"),
         ({"augment": "crop-flop"}, "augmentation 'crop-flop'.*did you mean 'crop-flip'"),
         ({"inputs": torch.zeros(6, 2), "augment": "crop-flip"}, "only images"),
-        ({"inputs": torch.zeros(6, 2), "scale": Normalise((0.0,), (1.0,))}, "only images"),
-        ({"scale": Normalise((0.0,), (1.0,))}, "1 channels but the images have 3"),
+        ({"inputs": torch.zeros(6, 2), "scale": Normalization((0.0,), (1.0,))}, "only images"),
+        ({"scale": Normalization((0.0,), (1.0,))}, "1 channels but the images have 3"),
     ],
 )
 def test_examples_that_do_not_fit_are_refused(arguments, words):
@@ -283,9 +289,9 @@ def test_examples_that_do_not_fit_are_refused(arguments, words):
 
 def test_as_examples_keeps_examples():
     data = Examples(images(), labels())
-    assert as_examples(data) is data
+    assert to_examples(data) is data
     wrapped = DatasetExamples(Pairs(images(), labels()))
-    assert as_examples(wrapped) is wrapped
+    assert to_examples(wrapped) is wrapped
 
 
 def forms():
@@ -305,7 +311,7 @@ def forms():
 
 @pytest.mark.parametrize("form", forms())
 def test_every_form_of_the_same_data_gives_the_same_batches(form):
-    data = as_examples(forms()[form])
+    data = to_examples(forms()[form])
     x, y = data.batch(torch.tensor([3, 0]))
     assert torch.equal(x, images()[[3, 0]].float() / 255)
     assert torch.equal(y, torch.tensor([0, 0]))
@@ -317,7 +323,7 @@ def test_every_form_of_the_same_data_gives_the_same_batches(form):
 
 
 def test_a_tensor_dataset_takes_the_fast_path():
-    assert isinstance(as_examples(TensorDataset(images(), labels())), Examples)
+    assert isinstance(to_examples(TensorDataset(images(), labels())), Examples)
 
 
 class Stream(IterableDataset):
@@ -345,7 +351,7 @@ class Stream(IterableDataset):
 )
 def test_other_data_are_refused(data, words):
     with pytest.raises(DataError, match=words):
-        as_examples(data)
+        to_examples(data)
 
 
 # DatasetExamples
@@ -353,15 +359,15 @@ def test_other_data_are_refused(data, words):
 
 def test_labels_are_read_from_targets_without_touching_the_items():
     dataset = WithTargets(images(), labels().tolist())
-    assert as_examples(dataset).label_set == (0, 1, 2)
-    assert as_examples(Subset(dataset, [1, 4])).label_set == (1,)
-    assert as_examples(dataset).select(torch.tensor([5, 3])).labels.tolist() == [2, 0]
+    assert to_examples(dataset).label_set == (0, 1, 2)
+    assert to_examples(Subset(dataset, [1, 4])).label_set == (1,)
+    assert to_examples(dataset).select(torch.tensor([5, 3])).labels.tolist() == [2, 0]
     assert dataset.reads == 0
 
 
 def test_labels_beside_the_items_are_read_once():
     dataset = Pairs(images(), labels())
-    data = as_examples(dataset)
+    data = to_examples(dataset)
     assert data.labels.tolist() == data.labels.tolist() == labels().tolist()
     assert data.select(torch.tensor([2])).label_set == (2,)
     assert dataset.reads == 6
@@ -369,26 +375,26 @@ def test_labels_beside_the_items_are_read_once():
 
 def test_a_subset_of_rows_reads_only_its_own_labels():
     dataset = Pairs(images(), labels())
-    assert as_examples(dataset).select(torch.tensor([2, 5])).label_set == (2,)
+    assert to_examples(dataset).select(torch.tensor([2, 5])).label_set == (2,)
     assert dataset.reads == 2
 
 
 def test_a_target_transform_is_not_passed_over():
     dataset = WithTargets(images(), labels().tolist())
     dataset.target_transform = lambda label: label + 10
-    assert as_examples(dataset).label_set == (10, 11, 12)
-    assert as_examples(Subset(dataset, [1])).label_set == (11,)
+    assert to_examples(dataset).label_set == (10, 11, 12)
+    assert to_examples(Subset(dataset, [1])).label_set == (11,)
 
 
 @pytest.mark.parametrize("kept", [["a", "b"], [0, 1], [0.5] * 6, [[1], [1, 2]]])
 def test_targets_that_are_not_the_labels_are_passed_over(kept):
     dataset = Pairs(images(), labels())
     dataset.targets = kept
-    assert as_examples(dataset).labels.tolist() == labels().tolist()
+    assert to_examples(dataset).labels.tolist() == labels().tolist()
 
 
 def test_random_transforms_follow_the_generator():
-    data = as_examples(Noisy(torch.zeros(4, 2), labels(4)))
+    data = to_examples(Noisy(torch.zeros(4, 2), labels(4)))
     rows = torch.arange(4)
     first, again, other = (data.batch(rows, seeded(s))[0] for s in (1, 1, 2))
     assert torch.equal(first, again)
@@ -397,7 +403,7 @@ def test_random_transforms_follow_the_generator():
 
 
 def test_reading_a_dataset_leaves_the_global_generator_alone():
-    data = as_examples(Noisy(torch.zeros(4, 2), labels(4)))
+    data = to_examples(Noisy(torch.zeros(4, 2), labels(4)))
     state = torch.get_rng_state()
     data.batch(torch.arange(4), seeded())
     assert torch.equal(torch.get_rng_state(), state)
@@ -418,7 +424,7 @@ def test_joined_data_are_those_of_one_set_after_another(sizes, draw):
     parts = tuple(
         Examples(whole[s], answers[s]) if i % 2 == 0 else kinds[i] for i, s in enumerate(spans)
     )
-    joined = Joined(parts)
+    joined = ConcatExamples(parts)
     number = st.integers(0, sum(sizes) - 1)
     rows = torch.tensor(draw.draw(st.lists(number, min_size=1, max_size=9)))
     x, y = joined.batch(rows)
@@ -441,11 +447,11 @@ def test_joined_data_are_augmented_by_their_parts():
         part.batch(torch.tensor(own), generator)[0]
         for part, own in zip(parts, ([0, 2], [1, 3]), strict=True)
     )
-    x, _ = Joined(parts).batch(rows, seeded(3))
+    x, _ = ConcatExamples(parts).batch(rows, seeded(3))
     assert torch.equal(x, torch.stack([second[0], first[0], second[1], first[1]]))
-    assert torch.equal(x, Joined(parts).batch(rows, seeded(3))[0])
-    assert not torch.equal(x, Joined(parts).batch(rows, seeded(4))[0])
-    assert torch.equal(Joined(parts).batch(rows)[0][1], images(4).float()[0] / 255)
+    assert torch.equal(x, ConcatExamples(parts).batch(rows, seeded(3))[0])
+    assert not torch.equal(x, ConcatExamples(parts).batch(rows, seeded(4))[0])
+    assert torch.equal(ConcatExamples(parts).batch(rows)[0][1], images(4).float()[0] / 255)
 
 
 class Silent(Dataset):
@@ -475,4 +481,4 @@ class Dicts(Pairs):
 )
 def test_items_that_cannot_be_used_are_refused(dataset, words):
     with pytest.raises(DataError, match=words):
-        as_examples(dataset).batch(torch.arange(len(dataset.inputs)))
+        to_examples(dataset).batch(torch.arange(len(dataset.inputs)))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fedquilt.cli import main
-from fedquilt.data import load
-from fedquilt.data.text import characters
+from fedquilt.data import load_dataset
+from fedquilt.data.text import encode_characters
 from fedquilt.errors import DataError
 
 VERSE = "Now is the winter of our discontent made glorious summer by this sun of York; "
@@ -73,17 +73,17 @@ def test_texts_are_read_wherever_leaf_puts_them(place, train, test):
         write(folder / train / f"{number}.json", leaf({user: users[user]}))
     if test:
         write(folder / test / "a.json", leaf({"A_FOOL": verses(9, 2)}))
-    source = load("shakespeare")
+    source = load_dataset("shakespeare")
     assert source.group_names == ("B_KING", "A_FOOL")
     assert source.groups_train.tolist() == [0] * 6 + [1] * 6
     x, y = source.train.batch(torch.arange(12))
     texts, letters = (users["B_KING"][part] + users["A_FOOL"][part] for part in (0, 1))
-    assert torch.equal(x, torch.stack([characters(text) for text in texts]).long())
-    assert torch.equal(y, torch.cat([characters(letter) for letter in letters]).long())
+    assert torch.equal(x, torch.stack([encode_characters(text) for text in texts]).long())
+    assert torch.equal(y, torch.cat([encode_characters(letter) for letter in letters]).long())
     assert (source.num_classes, source.num_tokens, len(source.test)) == (80, 80, 2 if test else 0)
     if test:
         assert source.groups_test.tolist() == [1, 1]
-        assert source.test.labels.tolist() == characters("".join(verses(9, 2)[1])).tolist()
+        assert source.test.labels.tolist() == encode_characters("".join(verses(9, 2)[1])).tolist()
 
 
 def test_images_are_bytes_and_their_background_stays_white(place):
@@ -92,7 +92,7 @@ def test_images_are_bytes_and_their_background_stays_white(place):
     files["f0000"][0][0][:5] = [1.0] * 5
     write(place / "femnist" / "train" / "a.json", leaf(files))
     write(place / "femnist" / "test" / "a.json", leaf({"f0001": files["f0001"]}))
-    source = load("femnist")
+    source = load_dataset("femnist")
     expected = np.concatenate([x for x, _ in users.values()])
     expected[0, :5] = 255
     assert torch.equal(source.train.inputs.flatten(1), torch.from_numpy(expected).byte())
@@ -110,7 +110,7 @@ def test_tweets_are_their_fifth_field(place):
         "bob": ([tweet("good, good")], ["1"]),
     }
     write(place / "sent140" / "train" / "a.json", leaf(users))
-    source = load("sent140")
+    source = load_dataset("sent140")
     assert source.train.labels.tolist() == [1, 0, 1]
     assert source.train.inputs[2, :4].tolist() == [2, 3, 2, 0]  # good: most frequent; then ','
     assert source.groups_train.tolist() == [0, 0, 1]
@@ -124,28 +124,32 @@ def test_texts_with_labels_by_user_are_the_same(place, name):
         "bob": {"text": [], "label": []},
     }
     path = write(place / "sent140" / name, users)
-    for source in (load("sent140"), load(str(path)), load(str(path.parent))):
+    for source in (
+        load_dataset("sent140"),
+        load_dataset(str(path)),
+        load_dataset(str(path.parent)),
+    ):
         assert source.train.labels.tolist() == [1, 0]
         assert source.group_names == ("eve",)
 
 
 def test_speeches_by_role_are_the_same(place):
     path = write(place / "shakespeare" / "by-role.json.gz", {"A_X": [VERSE, VERSE], "A_Y": [VERSE]})
-    source = load("shakespeare")
+    source = load_dataset("shakespeare")
     assert source.group_names == ("A_X",)
     assert len(source.train) == 2 * len(VERSE) + 1 - 80
-    assert load(str(path)).name == "by-role"
+    assert load_dataset(str(path)).name == "by-role"
 
 
 def test_users_of_the_test_part_alone_are_unseen(place):
     write(place / "shakespeare" / "train" / "a.json", leaf({"A": verses(0)}))
     write(place / "shakespeare" / "test" / "a.json", leaf({"B": verses(1)}))
-    source = load("shakespeare")
+    source = load_dataset("shakespeare")
     assert source.groups_test is None
     assert (len(source.test), source.group_names) == (6, ("A",))
     write(place / "shakespeare" / "test" / "b.json", leaf({"A": verses(2)}))
     with pytest.raises(DataError, match="1 do not train, such as 'B', and 1 do"):
-        load("shakespeare")
+        load_dataset("shakespeare")
 
 
 def test_a_folder_of_images_may_have_a_json_file_in_it(place):
@@ -153,7 +157,7 @@ def test_a_folder_of_images_may_have_a_json_file_in_it(place):
     (place / "mine" / "test").mkdir()
     write(place / "mine" / "notes.json", {"by": "me"})
     with pytest.raises(DataError, match="x_train of 'mine' is empty"):
-        load(str(place / "mine"))
+        load_dataset(str(place / "mine"))
 
 
 # what is wrong
@@ -197,7 +201,7 @@ BLACK = [0.0] * 784
 def test_damaged_files_are_refused_in_one_sentence(place, content, words):
     write(place / "set" / "all_data" / "a.json", content)
     with pytest.raises(DataError, match=re.escape(words)) as refused:
-        load(str(place / "set"))
+        load_dataset(str(place / "set"))
     assert "\n" not in str(refused.value)
 
 
@@ -206,14 +210,14 @@ def test_a_truncated_archive_is_refused(place, keep):
     path = write(place / "a.json.gz", FINE)
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataError, match="is not a readable JSON file"):
-        load(str(path))
+        load_dataset(str(path))
 
 
 def test_several_files_of_roles_are_refused(place):
     for name in ("a", "b"):
         write(place / "shakespeare" / f"{name}.json", {"A_X": [VERSE]})
     with pytest.raises(DataError, match=r"only in LEAF's format.*give one file"):
-        load("shakespeare")
+        load_dataset("shakespeare")
 
 
 @pytest.mark.parametrize("name", ["shakespeare", "sent140", "femnist", "wikitext-2"])
@@ -221,7 +225,7 @@ def test_a_set_that_is_nowhere_is_said_where_to_put(place, name):
     with pytest.raises(
         DataError, match=rf"folder '{name}', which is not in {place}.*FEDQUILT_DATA"
     ):
-        load(name)
+        load_dataset(name)
 
 
 # from files to a finished model
@@ -243,8 +247,8 @@ def test_roles_train_resume_and_leave_a_model(place):
     )
     net = ["--model", "char-lstm", "--set", "model.embedding=3", "--set", "model.hidden=4"]
     net += ["--set", "model.head=6", "--method", "fedavg", "--partition", "natural"]
-    net += ["--set", "data.source=shakespeare", "--set", "data.unseen=0.4"]
-    run = [*net, "--set", "optimiser.epochs=1", "--workers", "0", "--json"]
+    net += ["--set", "data.source=shakespeare", "--set", "data.holdout_clients=0.4"]
+    run = [*net, "--set", "local_training.epochs=1", "--workers", "0", "--json"]
     whole = fedquilt("train", *run, "--rounds", "2", "--out", place / "a")
     fedquilt("train", *run, "--rounds", "1", "--out", place / "b")
     resumed = fedquilt("train", "--resume", place / "b", "--rounds", "2", "--json")

@@ -8,7 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from fedquilt.data import limits, load
+from fedquilt.data import limits, load_dataset
 from fedquilt.errors import DataError
 
 
@@ -45,7 +45,7 @@ def content(**changes):
 
 def refusal(path):
     with pytest.raises(DataError) as problem:
-        load(path)
+        load_dataset(path)
     assert "\n" not in str(problem.value)
     return str(problem.value)
 
@@ -58,7 +58,7 @@ def test_an_array_whose_header_lies_about_its_shape_is_refused(tmp_path, shape):
     assert "as long as its header says" in said
     assert "'x_train.npy'" in said
     honest = header("(6, 4, 4)") + bytes(96)
-    assert len(load(npz(tmp_path / "b.npz", **content(x_train=honest))).train) == 6
+    assert len(load_dataset(npz(tmp_path / "b.npz", **content(x_train=honest))).train) == 6
 
 
 @pytest.mark.parametrize(
@@ -90,15 +90,15 @@ def test_arrays_that_unpack_to_more_than_fits_are_refused_before_they_are_read(
     bomb = np.zeros((4000, 32, 32), np.uint8)  # 4 MB from 5 kB
     members = content(x_train=bomb, y_train=np.arange(4000) % 2, x_test=bomb[:2])
     path = npz(tmp_path / "a.npz", zipfile.ZIP_DEFLATED, **members)
-    assert len(load(path).train) == 4000
-    monkeypatch.setattr(limits, "memory", lambda: 2**20)
+    assert len(load_dataset(path).train) == 4000
+    monkeypatch.setattr(limits, "get_total_memory", lambda: 2**20)
     monkeypatch.setattr(np, "load", None)
     assert "must fit into memory" in refusal(path)
 
 
 @pytest.mark.parametrize("name", ["train.txt.gz", "train.txt", "a.json.gz", "a.json"])
 def test_text_that_unpacks_to_more_than_fits_is_refused(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(limits, "memory", lambda: 8 * 1000)
+    monkeypatch.setattr(limits, "get_total_memory", lambda: 8 * 1000)
     opened = gzip.open if name.endswith(".gz") else open
     with opened(tmp_path / name, "wb") as file:
         file.write(b" " * 1001)
@@ -107,4 +107,4 @@ def test_text_that_unpacks_to_more_than_fits_is_refused(tmp_path, monkeypatch, n
 
 
 def test_a_machine_has_memory():
-    assert 2**28 < limits.memory() < 2**60
+    assert 2**28 < limits.get_total_memory() < 2**60

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedquilt.data import load
+from fedquilt.data import load_dataset
 from fedquilt.data.hub import to_arrays
 from fedquilt.errors import DataError
 
@@ -40,7 +40,7 @@ def save(path, **content):
 
 
 def test_digits_are_split_within_each_class_the_same_way_every_time():
-    digits = load("digits")
+    digits = load_dataset("digits")
     share = (
         digits.test.labels.bincount()
         / torch.cat([digits.train.labels, digits.test.labels]).bincount()
@@ -48,12 +48,12 @@ def test_digits_are_split_within_each_class_the_same_way_every_time():
     assert len(digits.train) + len(digits.test) == 1797
     assert share.min() > 0.19
     assert share.max() <= 0.2
-    assert torch.equal(digits.test.inputs, load("digits").test.inputs)
+    assert torch.equal(digits.test.inputs, load_dataset("digits").test.inputs)
     assert (digits.name, digits.num_classes, digits.group_names) == ("digits", 10, ())
 
 
 def test_digits_use_the_whole_range_of_a_byte():
-    inputs = load("digits").train.inputs
+    inputs = load_dataset("digits").train.inputs
     assert (inputs.dtype, tuple(inputs.shape[1:])) == (torch.uint8, (1, 8, 8))
     assert (inputs.min(), inputs.max()) == (0, 255)
     assert len(inputs.unique()) == 17
@@ -64,7 +64,7 @@ def test_digits_use_the_whole_range_of_a_byte():
 
 def test_grey_images_get_a_channel(tmp_path):
     content = arrays()
-    source = load(str(save(tmp_path / "grey.npz", **content)))
+    source = load_dataset(str(save(tmp_path / "grey.npz", **content)))
     assert torch.equal(source.train.inputs[:, 0], torch.from_numpy(content["x_train"]))
     assert torch.equal(source.test.labels, torch.from_numpy(content["y_test"]))
     assert (source.name, source.num_classes) == ("grey", 3)
@@ -74,7 +74,7 @@ def test_grey_images_get_a_channel(tmp_path):
 
 def test_colour_images_get_their_channels_first(tmp_path):
     content = arrays((6, 5, 3))
-    source = load(str(save(tmp_path / "colour.npz", **content)))
+    source = load_dataset(str(save(tmp_path / "colour.npz", **content)))
     assert source.train.inputs.shape == (9, 3, 6, 5)
     assert torch.equal(
         source.test.inputs[1, 2],
@@ -83,7 +83,7 @@ def test_colour_images_get_their_channels_first(tmp_path):
 
 
 def test_training_and_test_images_are_normalised_by_the_training_images(tmp_path):
-    source = load(str(save(tmp_path / "a.npz", **arrays((8, 8, 3)))))
+    source = load_dataset(str(save(tmp_path / "a.npz", **arrays((8, 8, 3)))))
     x, _ = source.train.batch(torch.arange(9))
     torch.testing.assert_close(x.mean((0, 2, 3)), torch.zeros(3), atol=1e-3, rtol=0)
     torch.testing.assert_close(x.square().mean((0, 2, 3)), torch.ones(3), atol=1e-3, rtol=0)
@@ -93,7 +93,7 @@ def test_training_and_test_images_are_normalised_by_the_training_images(tmp_path
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f4"])
 def test_floats_are_taken_as_they_are(tmp_path, dtype):
     rows = np.arange(18).reshape(9, 2).astype(dtype)
-    source = load(
+    source = load_dataset(
         str(save(tmp_path / "rows.npz", **{**arrays(), "x_train": rows, "x_test": rows[:3]}))
     )
     x, _ = source.train.batch(torch.arange(9))
@@ -104,11 +104,11 @@ def test_gaps_between_labels_are_fine(tmp_path):
     path = save(
         tmp_path / "a.npz", **{**arrays(), "y_train": np.arange(9) * 2 % 18, "y_test": [0, 2, 4]}
     )
-    assert load(str(path)).num_classes == 17
+    assert load_dataset(str(path)).num_classes == 17
 
 
 def test_an_empty_test_set_is_fine(tmp_path):
-    source = load(str(save(tmp_path / "a.npz", **arrays(test=0))))
+    source = load_dataset(str(save(tmp_path / "a.npz", **arrays(test=0))))
     assert len(source.test) == 0
     assert source.test.inputs.shape == (0, 1, 6, 5)
 
@@ -119,7 +119,7 @@ def test_an_empty_test_set_is_fine(tmp_path):
 )
 def test_groups_are_numbered_alike_in_train_and_test(tmp_path, kind, ids, names):
     groups = {f"{kind}_train": np.array(ids * 3), f"{kind}_test": np.array(ids[::-1])}
-    source = load(str(save(tmp_path / "a.npz", **arrays(), **groups)))
+    source = load_dataset(str(save(tmp_path / "a.npz", **arrays(), **groups)))
     assert source.group_names == names
     assert source.groups_train.tolist() == [1, 0, 1] * 3
     assert source.groups_test.tolist() == [1, 0, 1]
@@ -129,7 +129,7 @@ def test_groups_are_numbered_alike_in_train_and_test(tmp_path, kind, ids, names)
 def test_clients_without_a_test_set_are_natural_ones(tmp_path, name):
     content = {key: value for key, value in arrays().items() if key.endswith("train")}
     owners = np.array([5, 2, 5] * 3)
-    source = load(str(save(tmp_path / "a.npz", **content, **{name: owners})))
+    source = load_dataset(str(save(tmp_path / "a.npz", **content, **{name: owners})))
     assert source.group_names == ("2", "5")
     assert source.groups_train.tolist() == [1, 0, 1] * 3
     assert (len(source.train), len(source.test)) == (9, 0)
@@ -138,7 +138,7 @@ def test_clients_without_a_test_set_are_natural_ones(tmp_path, name):
 def test_a_file_without_a_test_set_must_say_whose_its_examples_are(tmp_path):
     content = {key: value for key, value in arrays().items() if key.endswith("train")}
     with pytest.raises(DataError, match="lacks x_test, y_test"):
-        load(str(save(tmp_path / "a.npz", **content)))
+        load_dataset(str(save(tmp_path / "a.npz", **content)))
 
 
 # named sets
@@ -146,9 +146,9 @@ def test_a_file_without_a_test_set_must_say_whose_its_examples_are(tmp_path):
 
 def test_a_named_folder_may_be_one_file(tmp_path):
     save(tmp_path / "femnist.npz", **arrays())
-    assert len(load("femnist", folder=tmp_path).train) == 9
+    assert len(load_dataset("femnist", folder=tmp_path).train) == 9
     with pytest.raises(DataError, match=r"did you mean 'shakespeare'"):
-        load("shakespear")
+        load_dataset("shakespear")
 
 
 def test_named_sets_are_looked_for_in_the_folder_the_environment_and_the_cache(
@@ -159,7 +159,7 @@ def test_named_sets_are_looked_for_in_the_folder_the_environment_and_the_cache(
         save(place / "mnist.npz", **arrays((size, size)))
     monkeypatch.setenv("FEDQUILT_DATA", str(places[1]))
     for size, place in enumerate(places, start=1):
-        source = load("mnist", folder=places[0])
+        source = load_dataset("mnist", folder=places[0])
         assert (source.name, source.train.inputs.shape) == ("mnist", (9, 1, size, size))
         (place / "mnist.npz").unlink()
 
@@ -175,7 +175,7 @@ def test_named_sets_are_looked_for_in_the_folder_the_environment_and_the_cache(
 )
 def test_cifar_is_augmented_in_training_only(tmp_path, name, shape, augment):
     path = save(tmp_path / f"{name}.npz", **arrays(shape))
-    for source in (load(name, folder=tmp_path), load(str(path))):
+    for source in (load_dataset(name, folder=tmp_path), load_dataset(str(path))):
         assert (source.train.augment, source.test.augment) == (augment, "none")
 
 
@@ -218,7 +218,7 @@ def test_a_download_is_cached_whole(tmp_path, monkeypatch):
     }
     asked = []
     fake_hub(monkeypatch, lambda path: asked.append(path) or splits)
-    first, second = load("cifar100"), load("cifar100")
+    first, second = load_dataset("cifar100"), load_dataset("cifar100")
     assert asked == ["uoft-cs/cifar100"]
     assert [p.name for p in (tmp_path / "cache" / "fedquilt").iterdir()] == ["cifar100.npz"]
     for source in (first, second):
@@ -235,7 +235,7 @@ def test_an_interrupted_write_leaves_no_file_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr(np, "savez", fail)
     with pytest.raises(KeyboardInterrupt):
-        load("mnist")
+        load_dataset("mnist")
     assert list((tmp_path / "cache" / "fedquilt").iterdir()) == []
 
 
@@ -245,7 +245,7 @@ def test_no_network_names_the_remedy(monkeypatch):
 
     fake_hub(monkeypatch, unreachable)
     with pytest.raises(DataError, match=r"could not be downloaded.*--data path/to/mnist\.npz"):
-        load("mnist")
+        load_dataset("mnist")
 
 
 def test_no_hub_library_names_the_remedy(monkeypatch):
@@ -253,7 +253,7 @@ def test_no_hub_library_names_the_remedy(monkeypatch):
     with pytest.raises(
         DataError, match=r"pip install 'fedquilt\[hub\]'.*--data path/to/cifar10\.npz"
     ):
-        load("cifar10")
+        load_dataset("cifar10")
 
 
 # folders
@@ -262,7 +262,7 @@ def test_no_hub_library_names_the_remedy(monkeypatch):
 def test_a_folder_of_files_is_one_domain_each(tmp_path):
     save(tmp_path / "usps.npz", **arrays(train=4, test=2, seed=1))
     save(tmp_path / "mnist.npz", **arrays(train=6, test=3, seed=2))
-    source = load(str(tmp_path))
+    source = load_dataset(str(tmp_path))
     assert source.group_names == ("mnist", "usps")
     assert source.groups_train.tolist() == [0] * 6 + [1] * 4
     assert source.groups_test.tolist() == [0] * 3 + [1] * 2
@@ -276,7 +276,7 @@ def test_domains_of_different_shapes_are_refused(tmp_path):
     save(tmp_path / "a.npz", **arrays((4, 4)))
     save(tmp_path / "b.npz", **arrays((5, 5)))
     with pytest.raises(DataError, match=r"one shape and type, 'b.npz'.*\(5, 5\).*\(4, 4\)"):
-        load(str(tmp_path))
+        load_dataset(str(tmp_path))
 
 
 def picture(path, colour, size=(4, 3), mode="RGB"):
@@ -290,7 +290,7 @@ def test_image_folders_are_numbered_by_the_names_of_the_training_classes(tmp_pat
     picture(tmp_path / "train" / "cat" / "1.PNG", (7, 8, 9))
     picture(tmp_path / "test" / "dog" / "1.jpg", (10, 10, 10))
     (tmp_path / "train" / "cat" / "notes.txt").write_text("not an image")
-    source = load(str(tmp_path))
+    source = load_dataset(str(tmp_path))
     assert source.train.labels.tolist() == [0, 0, 1]
     assert source.train.inputs[:, :, 0, 0].tolist() == [[7, 8, 9], [4, 5, 6], [1, 2, 3]]
     assert source.train.inputs.shape == (3, 3, 3, 4)
@@ -301,14 +301,14 @@ def test_image_folders_are_numbered_by_the_names_of_the_training_classes(tmp_pat
 def test_grey_pictures_stay_grey_unless_one_has_colour(tmp_path, other, channels):
     picture(tmp_path / "train" / "cat" / "1.png", 9, mode="L")
     picture(tmp_path / "test" / "cat" / "1.png", 9 if other == "L" else (9, 9, 9), mode=other)
-    assert load(str(tmp_path)).train.inputs.shape == (1, channels, 3, 4)
+    assert load_dataset(str(tmp_path)).train.inputs.shape == (1, channels, 3, 4)
 
 
 def test_pictures_of_different_sizes_are_refused(tmp_path):
     picture(tmp_path / "train" / "cat" / "1.png", (1, 1, 1), size=(4, 3))
     picture(tmp_path / "test" / "cat" / "1.png", (1, 1, 1), size=(5, 3))
     with pytest.raises(DataError, match=r"one size.*4x3.*5x3; resize"):
-        load(str(tmp_path))
+        load_dataset(str(tmp_path))
 
 
 def test_a_picture_that_cannot_be_read_is_named(tmp_path):
@@ -316,26 +316,26 @@ def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "train" / "cat" / "2.png").write_bytes(b"nothing")
     (tmp_path / "test").mkdir()
     with pytest.raises(DataError, match=r"2\.png' is not a readable image"):
-        load(str(tmp_path))
+        load_dataset(str(tmp_path))
 
 
 def test_a_test_class_without_training_pictures_is_refused(tmp_path):
     picture(tmp_path / "train" / "cat" / "1.png", (1, 1, 1))
     picture(tmp_path / "test" / "cow" / "1.png", (1, 1, 1))
     with pytest.raises(DataError, match="has cow in test/ only"):
-        load(str(tmp_path))
+        load_dataset(str(tmp_path))
 
 
 def test_folders_without_pictures_are_an_empty_training_set(tmp_path):
     (tmp_path / "train" / "cat").mkdir(parents=True)
     (tmp_path / "test").mkdir()
     with pytest.raises(DataError, match=r"x_train.*is empty"):
-        load(str(tmp_path))
+        load_dataset(str(tmp_path))
 
 
-def test_a_folder_with_neither_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"holds neither: check the path"):
-        load(str(tmp_path))
+def test_a_folder_with_none_of_them_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"holds none of them; check the path"):
+        load_dataset(str(tmp_path))
 
 
 # refusals
@@ -352,19 +352,19 @@ def test_a_folder_with_neither_is_refused(tmp_path):
 )
 def test_names_and_paths_that_lead_nowhere_are_refused(name, words):
     with pytest.raises(DataError, match=words):
-        load(name)
+        load_dataset(name)
 
 
 def test_a_file_that_is_no_npz_is_refused(tmp_path):
     (tmp_path / "a.npz").write_text("x_train")
     with pytest.raises(DataError, match=r"a\.npz' is not a readable .npz file"):
-        load(str(tmp_path / "a.npz"))
+        load_dataset(str(tmp_path / "a.npz"))
 
 
 def test_a_single_array_is_no_npz(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros(3))
     with pytest.raises(DataError, match=r"is not a readable .npz file"):
-        load(str(tmp_path / "a.npy"))
+        load_dataset(str(tmp_path / "a.npy"))
 
 
 @pytest.mark.parametrize("keep", [0, 50, 700, -40])
@@ -372,7 +372,7 @@ def test_a_truncated_file_is_refused(tmp_path, keep):
     path = save(tmp_path / "a.npz", **arrays())
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataError, match=r"is not a readable .npz file"):
-        load(str(path))
+        load_dataset(str(path))
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -383,7 +383,7 @@ def test_a_file_with_flipped_bytes_is_refused(tmp_path, compressed):
     content[300:310] = bytes(255 - byte for byte in content[300:310])
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"is not a readable .npz file"):
-        load(str(path))
+        load_dataset(str(path))
 
 
 class Trap:
@@ -399,14 +399,14 @@ class Trap:
 def test_objects_are_refused_and_never_unpickled(tmp_path):
     path = save(tmp_path / "a.npz", **{**arrays(), "y_train": np.array([Trap()] * 9)})
     with pytest.raises(DataError, match="holds Python objects, which are never unpickled"):
-        load(str(path))
+        load_dataset(str(path))
     assert not Trap.sprung
 
 
 def test_missing_arrays_are_named(tmp_path):
     path = save(tmp_path / "a.npz", x_train=np.zeros(3), y_test=np.zeros(3), client=np.zeros(3))
     with pytest.raises(DataError, match=re.escape("lacks y_train, x_test (it has: client, x_tr")):
-        load(str(path))
+        load_dataset(str(path))
 
 
 NAN = np.full((9, 2), np.nan, dtype=np.float32)
@@ -443,7 +443,7 @@ NAN = np.full((9, 2), np.nan, dtype=np.float32)
 def test_arrays_that_do_not_fit_are_refused(tmp_path, changed, words):
     path = save(tmp_path / "a.npz", **{**arrays(), **changed})
     with pytest.raises(DataError, match=words):
-        load(str(path))
+        load_dataset(str(path))
 
 
 def test_a_single_nan_in_the_test_set_is_found(tmp_path):
@@ -451,10 +451,10 @@ def test_a_single_nan_in_the_test_set_is_found(tmp_path):
     floats["x_test"][2, 1] = np.nan
     path = save(tmp_path / "a.npz", **{**arrays(), **floats})
     with pytest.raises(DataError, match="x_test must be finite numbers, got 1 NaN"):
-        load(str(path))
+        load_dataset(str(path))
 
 
 def test_every_refusal_is_one_line(tmp_path):
     with pytest.raises(DataError) as refused:
-        load(str(save(tmp_path / "a.npz", **{**arrays(), "x_test": np.zeros(3)})))
+        load_dataset(str(save(tmp_path / "a.npz", **{**arrays(), "x_test": np.zeros(3)})))
     assert "\n" not in str(refused.value)

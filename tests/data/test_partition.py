@@ -9,8 +9,16 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from fedquilt.data import Partition, by_class, by_group, dirichlet, from_flwr, iid, parse
-from fedquilt.data.partition import first_rows, part_of
+from fedquilt.data import (
+    Partition,
+    from_flwr,
+    parse_partition,
+    split_by_class,
+    split_by_group,
+    split_dirichlet,
+    split_iid,
+)
+from fedquilt.data.partition import count_fraction, take_first_rows
 from fedquilt.errors import DataError
 
 LABELS = np.arange(600) * 7 % 600 % 10  # sixty of each of ten classes, mixed
@@ -19,10 +27,12 @@ seeds = st.integers(0, 2**32)
 
 
 @st.composite
-def labelled(draw, least=1):
+def labelled(draw, min_examples=1):
     """Labels of up to six classes, with gaps between their numbers, in any order."""
     classes = draw(st.lists(st.integers(0, 50), min_size=1, max_size=6, unique=True))
-    sizes = draw(st.lists(st.integers(least, 30), min_size=len(classes), max_size=len(classes)))
+    sizes = draw(
+        st.lists(st.integers(min_examples, 30), min_size=len(classes), max_size=len(classes))
+    )
     return np.random.default_rng(draw(seeds)).permutation(np.repeat(classes, sizes))
 
 
@@ -49,7 +59,7 @@ def table(labels, rows):
 @FEW
 def test_iid_uses_each_row_once_in_equal_parts(num_examples, num_clients, seed):
     assume(num_clients <= num_examples)
-    rows = iid(num_examples, num_clients, seed)
+    rows = split_iid(num_examples, num_clients, seed)
     assert_each_row_once(rows, num_examples)
     sizes = [len(own) for own in rows]
     assert len(sizes) == num_clients
@@ -64,7 +74,7 @@ def test_by_class_gives_each_client_exactly_its_classes(labels, num_clients, per
     shards = num_clients * per_client
     assume(len(classes) <= shards <= np.minimum(sizes, num_clients).sum())
     assume(per_client <= len(classes) and num_clients <= len(labels))
-    rows = by_class(labels, num_clients, per_client, seed)
+    rows = split_by_class(labels, num_clients, per_client, seed)
     assert_each_row_once(rows, len(labels))
     counts = table(labels, rows)
     assert np.array_equal((counts > 0).sum(axis=0), np.full(num_clients, per_client))
@@ -73,12 +83,12 @@ def test_by_class_gives_each_client_exactly_its_classes(labels, num_clients, per
         assert held.max() - held.min() <= 1
 
 
-@given(labelled(least=20), st.integers(1, 20), st.integers(1, 6), seeds)
+@given(labelled(min_examples=20), st.integers(1, 20), st.integers(1, 6), seeds)
 @FEW
 def test_by_class_gives_every_class_equally_many_shards(labels, num_clients, per_client, seed):
     num_classes = len(np.unique(labels))
     assume(per_client <= num_classes <= num_clients * per_client)
-    held = (table(labels, by_class(labels, num_clients, per_client, seed)) > 0).sum(axis=1)
+    held = (table(labels, split_by_class(labels, num_clients, per_client, seed)) > 0).sum(axis=1)
     assert held.max() - held.min() <= 1
 
 
@@ -86,7 +96,7 @@ def test_by_class_gives_every_class_equally_many_shards(labels, num_clients, per
 @FEW
 def test_dirichlet_uses_each_row_once_and_leaves_nobody_poor(labels, count, alpha, seed, minimum):
     assume(count * minimum <= len(labels))
-    rows = dirichlet(labels, count, alpha, seed, minimum)
+    rows = split_dirichlet(labels, count, alpha, seed, minimum)
     assert_each_row_once(rows, len(labels))
     assert len(rows) == count
     assert min(len(own) for own in rows) >= minimum
@@ -95,15 +105,15 @@ def test_dirichlet_uses_each_row_once_and_leaves_nobody_poor(labels, count, alph
 @given(labelled(), seeds)
 @FEW
 def test_natural_ids_are_one_client_each(ids, seed):
-    rows = by_group(ids, None, seed)
+    rows = split_by_group(ids, None, seed)
     assert same(rows, [np.flatnonzero(ids == i) for i in np.unique(ids)])
 
 
-@given(labelled(least=8), st.integers(1, 8), seeds)
+@given(labelled(min_examples=8), st.integers(1, 8), seeds)
 @FEW
 def test_domains_are_shared_equally_by_neighbours(domains, per_domain, seed):
     present = np.unique(domains)
-    rows = by_group(domains, per_domain * len(present), seed)
+    rows = split_by_group(domains, per_domain * len(present), seed)
     assert_each_row_once(rows, len(domains))
     for position, domain in enumerate(present):
         block = rows[position * per_domain : (position + 1) * per_domain]
@@ -112,14 +122,16 @@ def test_domains_are_shared_equally_by_neighbours(domains, per_domain, seed):
         assert max(sizes) - min(sizes) <= 1
 
 
-@given(labelled(least=8), labelled(least=1), st.integers(1, 8), seeds)
+@given(labelled(min_examples=8), labelled(min_examples=1), st.integers(1, 8), seeds)
 @FEW
 def test_blocks_follow_each_other_in_the_order_of_the_file(domains, test, per_domain, seed):
     present = np.unique(domains)
     test = test[np.isin(test, present)]
     count = per_domain * len(present)
-    rows, test_rows = parse("domain:blocks").split(domains, domains, test, test, count, seed)
-    assert same(rows, by_group(domains, count, seed + 1, blocks=True))  # whatever the seed
+    rows, test_rows = parse_partition("domain:blocks").split(
+        domains, domains, test, test, count, seed
+    )
+    assert same(rows, split_by_group(domains, count, seed + 1, blocks=True))  # whatever the seed
     for groups, lists in ((domains, rows), (test, test_rows)):
         assert len(lists) == count
         for position, domain in enumerate(present):
@@ -131,12 +143,12 @@ def test_blocks_follow_each_other_in_the_order_of_the_file(domains, test, per_do
 
 
 def test_blocks_are_not_how_domains_are_dealt_otherwise():
-    assert not same(by_group(LABELS, 20, 0), by_group(LABELS, 20, 0, blocks=True))
+    assert not same(split_by_group(LABELS, 20, 0), split_by_group(LABELS, 20, 0, blocks=True))
 
 
 def test_three_classes_a_client_are_three_for_all_of_a_hundred_clients():
     labels, test = np.tile(np.arange(10), 1000), np.tile(np.arange(10), 200)
-    rows, test_rows = parse("classes:3").split(labels, None, test, None, 100, 1)
+    rows, test_rows = parse_partition("classes:3").split(labels, None, test, None, 100, 1)
     for own, own_test in zip(rows, test_rows, strict=True):
         assert len(set(labels[own])) == 3
         assert set(labels[own]) == set(test[own_test])
@@ -149,14 +161,14 @@ def test_three_classes_a_client_are_three_for_all_of_a_hundred_clients():
 @given(st.integers(0, 10**6), st.integers(0, 1000))
 @example(100, 290)  # 100 * 0.29 is 28.999999999999996
 def test_a_part_is_exact_for_shares_as_they_are_written(count, thousandths):
-    part = part_of(count, thousandths / 1000)
+    part = count_fraction(count, thousandths / 1000)
     assert part == Fraction(thousandths, 1000) * count // 1
 
 
-@given(labelled(least=10), st.integers(1, 10))
+@given(labelled(min_examples=10), st.integers(1, 10))
 @FEW
 def test_a_share_keeps_the_first_rows_of_every_group_in_their_order(groups, tenths):
-    rows = first_rows(groups, tenths / 10)
+    rows = take_first_rows(groups, tenths / 10)
     expected = [
         row
         for row, group in enumerate(groups)
@@ -168,15 +180,15 @@ def test_a_share_keeps_the_first_rows_of_every_group_in_their_order(groups, tent
 @pytest.mark.parametrize("share", [0, -0.1, 1.01, float("nan")])
 def test_a_share_outside_0_to_1_is_refused(share):
     with pytest.raises(DataError, match=r"in \(0, 1\], got .*write 0.3 for 30 %"):
-        first_rows(LABELS, share)
+        take_first_rows(LABELS, share)
 
 
 SPLITS = {
-    "iid": lambda seed: iid(600, 10, seed),
-    "classes": lambda seed: by_class(LABELS, 10, 2, seed),
-    "published": lambda seed: by_class(LABELS, 10, 2, seed, exact=False),
-    "dirichlet": lambda seed: dirichlet(LABELS, 10, 0.5, seed),
-    "domain": lambda seed: by_group(LABELS, 20, seed),
+    "iid": lambda seed: split_iid(600, 10, seed),
+    "classes": lambda seed: split_by_class(LABELS, 10, 2, seed),
+    "published": lambda seed: split_by_class(LABELS, 10, 2, seed, exact=False),
+    "dirichlet": lambda seed: split_dirichlet(LABELS, 10, 0.5, seed),
+    "domain": lambda seed: split_by_group(LABELS, 20, seed),
 }
 
 
@@ -189,36 +201,38 @@ def test_a_seed_decides_the_split(kind):
 
 def test_the_seed_also_decides_who_holds_which_classes():
     def classes(seed):
-        return [set(LABELS[own]) for own in by_class(LABELS, 10, 2, seed)]
+        return [set(LABELS[own]) for own in split_by_class(LABELS, 10, 2, seed)]
 
     assert classes(3) != classes(4)
 
 
 def test_the_seed_also_decides_which_class_has_a_shard_more():
     def shards(seed):
-        return tuple((table(LABELS, by_class(LABELS, 13, 1, seed)) > 0).sum(axis=1))
+        return tuple((table(LABELS, split_by_class(LABELS, 13, 1, seed)) > 0).sum(axis=1))
 
     assert len({shards(seed) for seed in range(10)}) > 5
 
 
 def test_a_class_is_shuffled_before_it_is_dealt():
     labels = np.zeros(100, dtype=np.int64)
-    assert not same(by_class(labels, 5, 1, 0), by_class(labels, 5, 1, 1))
+    assert not same(split_by_class(labels, 5, 1, 0), split_by_class(labels, 5, 1, 1))
 
 
 @pytest.mark.parametrize("text", ["iid", "classes:2", "dirichlet:0.5", "domain"])
 def test_the_test_rows_are_drawn_apart_from_the_training_rows(text):
-    train, test = parse(text).split(LABELS, LABELS, LABELS, LABELS, 20, 0)
+    train, test = parse_partition(text).split(LABELS, LABELS, LABELS, LABELS, 20, 0)
     assert not same(train, test)
 
 
 def test_neighbouring_seeds_do_not_share_their_draws():
-    assert not same(iid(600, 10, 0), Partition("iid").split(LABELS, None, LABELS, None, 10, 1)[1])
+    assert not same(
+        split_iid(600, 10, 0), Partition("iid").split(LABELS, None, LABELS, None, 10, 1)[1]
+    )
 
 
 def test_labels_are_left_untouched():
     labels = torch.from_numpy(LABELS.copy())
-    for split in (by_class(labels, 10, 2, 0), dirichlet(labels, 10, 0.5, 0)):
+    for split in (split_by_class(labels, 10, 2, 0), split_dirichlet(labels, 10, 0.5, 0)):
         assert_each_row_once(split, 600)
     assert np.array_equal(labels.numpy(), LABELS)
 
@@ -227,13 +241,13 @@ def test_labels_are_left_untouched():
 
 
 def test_by_class_pairs_the_classes_at_random():
-    pairs = {tuple(np.unique(LABELS[own])) for own in by_class(LABELS, 100, 2, 0)}
+    pairs = {tuple(np.unique(LABELS[own])) for own in split_by_class(LABELS, 100, 2, 0)}
     assert len(pairs) > 25  # of 45
 
 
 def test_by_class_spreads_scarce_classes_over_as_many_clients_as_they_can_serve():
     labels = np.repeat([0, 1, 2], [2, 50, 50])
-    counts = table(labels, by_class(labels, 10, 2, 0))
+    counts = table(labels, split_by_class(labels, 10, 2, 0))
     assert (counts[0] > 0).sum() == 2
     assert (counts > 0).sum() == 20
 
@@ -241,7 +255,7 @@ def test_by_class_spreads_scarce_classes_over_as_many_clients_as_they_can_serve(
 @given(seeds)
 @FEW
 def test_the_published_split_merges_classes_drawn_twice(seed):
-    rows = by_class(LABELS, 50, 2, seed, exact=False)
+    rows = split_by_class(LABELS, 50, 2, seed, exact=False)
     used = np.concatenate(rows)
     assert len(used) == len(set(used))
     counts = table(LABELS, rows)
@@ -251,13 +265,13 @@ def test_the_published_split_merges_classes_drawn_twice(seed):
 
 
 def test_the_published_split_leaves_examples_over_where_ours_does_not():
-    published = by_class(LABELS, 50, 2, 0, exact=False)
-    assert sum(map(len, published)) < 600 == sum(map(len, by_class(LABELS, 50, 2, 0)))
+    published = split_by_class(LABELS, 50, 2, 0, exact=False)
+    assert sum(map(len, published)) < 600 == sum(map(len, split_by_class(LABELS, 50, 2, 0)))
 
 
 def test_a_small_alpha_is_uneven_and_a_large_one_even():
     def largest(alpha):
-        return table(LABELS, dirichlet(LABELS, 10, alpha, 0)).max(axis=1).mean()
+        return table(LABELS, split_dirichlet(LABELS, 10, alpha, 0)).max(axis=1).mean()
 
     assert largest(0.01) > 50
     assert largest(1e6) <= 7
@@ -266,7 +280,9 @@ def test_a_small_alpha_is_uneven_and_a_large_one_even():
 
 def test_dirichlet_proportions_have_the_expected_spread():
     labels = np.zeros(10_000, dtype=np.int64)
-    parts = [[len(own) / 1e4 for own in dirichlet(labels, 5, 0.7, seed)] for seed in range(300)]
+    parts = [
+        [len(own) / 1e4 for own in split_dirichlet(labels, 5, 0.7, seed)] for seed in range(300)
+    ]
     alpha, count = 0.7, 5
     variance = (count - 1) / (count**2 * (count * alpha + 1))
     assert np.var(parts) == pytest.approx(variance, rel=0.1)
@@ -274,8 +290,8 @@ def test_dirichlet_proportions_have_the_expected_spread():
 
 def test_poor_clients_are_raised_by_the_richest_only():
     labels = np.zeros(1000, dtype=np.int64)
-    before = np.array([len(own) for own in dirichlet(labels, 20, 0.05, 1, minimum=1)])
-    after = np.array([len(own) for own in dirichlet(labels, 20, 0.05, 1, minimum=5)])
+    before = np.array([len(own) for own in split_dirichlet(labels, 20, 0.05, 1, minimum=1)])
+    after = np.array([len(own) for own in split_dirichlet(labels, 20, 0.05, 1, minimum=5)])
     rich = before >= 5
     assert (after[~rich] == 5).all()
     untouched = rich & (before < before.max())
@@ -302,7 +318,7 @@ def test_no_client_is_tested_on_a_class_it_does_not_train_on(train, test, count,
 @FEW
 def test_dirichlet_test_sets_have_the_proportions_of_the_training_sets(seed):
     test = np.tile(np.arange(10), 20)
-    rows, test_rows = parse("dirichlet:0.5").split(LABELS, None, test, None, 8, seed)
+    rows, test_rows = parse_partition("dirichlet:0.5").split(LABELS, None, test, None, 8, seed)
     assert np.abs(table(test, test_rows) - table(LABELS, rows) / 3).max() < 1
 
 
@@ -321,7 +337,7 @@ def test_class_test_sets_have_the_classes_of_the_training_sets(seed, exact):
 
 
 def test_an_iid_test_set_may_be_smaller_than_the_number_of_clients():
-    rows, test_rows = parse("iid").split(LABELS, None, LABELS[:3], None, 10, 0)
+    rows, test_rows = parse_partition("iid").split(LABELS, None, LABELS[:3], None, 10, 0)
     assert_each_row_once(rows, 600)
     assert_each_row_once(test_rows, 3)
     assert len(test_rows) == 10
@@ -331,7 +347,9 @@ def test_an_iid_test_set_may_be_smaller_than_the_number_of_clients():
 def test_group_test_sets_come_from_the_same_group(kind, count):
     groups_test = np.tile(np.arange(9), 5)  # nothing of the tenth
     labels_test = np.zeros(45, dtype=np.int64)
-    rows, test_rows = parse(kind).split(LABELS, LABELS, labels_test, groups_test, count, 0)
+    rows, test_rows = parse_partition(kind).split(
+        LABELS, LABELS, labels_test, groups_test, count, 0
+    )
     assert_each_row_once(rows, 600)
     assert_each_row_once(test_rows, 45)
     for own, own_test in zip(rows, test_rows, strict=True):
@@ -348,7 +366,7 @@ def test_group_test_sets_come_from_the_same_group(kind, count):
     ],
 )
 def test_the_training_half_is_what_the_function_alone_gives(text, alone):
-    assert same(parse(text).split(LABELS, None, LABELS, None, 10, 7)[0], alone(7))
+    assert same(parse_partition(text).split(LABELS, None, LABELS, None, 10, 7)[0], alone(7))
 
 
 # parsing
@@ -358,8 +376,8 @@ def test_the_training_half_is_what_the_function_alone_gives(text, alone):
     "text", ["iid", "classes:2", "dirichlet:0.123456789", "domain", "domain:blocks", "natural"]
 )
 def test_parse_and_str_are_inverse(text):
-    assert str(parse(text)) == text
-    assert parse(str(parse(text))) == parse(text)
+    assert str(parse_partition(text)) == text
+    assert parse_partition(str(parse_partition(text))) == parse_partition(text)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +401,7 @@ def test_parse_and_str_are_inverse(text):
 )
 def test_texts_that_make_no_sense_are_refused(text, words):
     with pytest.raises(DataError, match=words):
-        parse(text)
+        parse_partition(text)
 
 
 # refusals
@@ -392,24 +410,36 @@ def test_texts_that_make_no_sense_are_refused(text, words):
 @pytest.mark.parametrize(
     ("split", "words"),
     [
-        (lambda: iid(3, 4, 0), "4 clients for 3 examples; ask for at most 3"),
-        (lambda: iid(3, 0, 0), "at least one client, got 0"),
-        (lambda: by_class(LABELS[:5], 6, 1, 0), "6 clients for 5 examples"),
-        (lambda: dirichlet(LABELS[:5], 6, 1.0, 0), "6 clients for 5 examples"),
-        (lambda: by_class(LABELS, 10, 11, 0), "from 1 to the 10 classes there are, got 11"),
-        (lambda: by_class(LABELS, 10, 0, 0), "from 1 to the 10 classes.*got 0"),
-        (lambda: by_class(LABELS, 3, 2, 0), "make 6 shards.*ask for more clients"),
-        (lambda: by_class(LABELS[:12], 10, 2, 0), "make 20 shards.*ask for fewer clients"),
-        (lambda: by_class(np.repeat([0, 1], [1, 50]), 10, 2, 0), "make 20 shards.*make 2 to 11;"),
-        (lambda: by_class(LABELS, 7, 2, 0, exact=False), "multiple of the 10 classes, got 7 x 2"),
-        (lambda: dirichlet(LABELS, 10, 0.0, 0), "alpha must be a finite number above 0, got 0.0"),
-        (lambda: dirichlet(LABELS, 10, -1.0, 0), "above 0, got -1.0"),
-        (lambda: dirichlet(LABELS, 10, 1.0, 0, minimum=61), "from 1 to 60.*got 61"),
-        (lambda: dirichlet(LABELS, 10, 1.0, 0, minimum=0), "from 1 to 60.*got 0"),
-        (lambda: by_group(LABELS, 15, 0), "15 clients for 10 domains; ask for a multiple of 10"),
-        (lambda: by_group(np.array([0, 0, 0, 1]), 4, 0), "client 3 got none"),
-        (lambda: by_class(LABELS / 2, 10, 2, 0), "1-D integers, got float64"),
-        (lambda: by_class(LABELS.reshape(60, 10), 10, 2, 0), r"shape \(60, 10\)"),
+        (lambda: split_iid(3, 4, 0), "4 clients for 3 examples; ask for at most 3"),
+        (lambda: split_iid(3, 0, 0), "at least one client, got 0"),
+        (lambda: split_by_class(LABELS[:5], 6, 1, 0), "6 clients for 5 examples"),
+        (lambda: split_dirichlet(LABELS[:5], 6, 1.0, 0), "6 clients for 5 examples"),
+        (lambda: split_by_class(LABELS, 10, 11, 0), "from 1 to the 10 classes of the data, got 11"),
+        (lambda: split_by_class(LABELS, 10, 0, 0), "from 1 to the 10 classes.*got 0"),
+        (lambda: split_by_class(LABELS, 3, 2, 0), "make 6 shards.*ask for more clients"),
+        (lambda: split_by_class(LABELS[:12], 10, 2, 0), "make 20 shards.*ask for fewer clients"),
+        (
+            lambda: split_by_class(np.repeat([0, 1], [1, 50]), 10, 2, 0),
+            "make 20 shards.*make 2 to 11;",
+        ),
+        (
+            lambda: split_by_class(LABELS, 7, 2, 0, exact=False),
+            "multiple of the 10 classes, got 7 x 2",
+        ),
+        (
+            lambda: split_dirichlet(LABELS, 10, 0.0, 0),
+            "alpha must be a finite number above 0, got 0.0",
+        ),
+        (lambda: split_dirichlet(LABELS, 10, -1.0, 0), "above 0, got -1.0"),
+        (lambda: split_dirichlet(LABELS, 10, 1.0, 0, minimum=61), "from 1 to 60.*got 61"),
+        (lambda: split_dirichlet(LABELS, 10, 1.0, 0, minimum=0), "from 1 to 60.*got 0"),
+        (
+            lambda: split_by_group(LABELS, 15, 0),
+            "15 clients for 10 domains; ask for a multiple of 10",
+        ),
+        (lambda: split_by_group(np.array([0, 0, 0, 1]), 4, 0), "client 3 got none"),
+        (lambda: split_by_class(LABELS / 2, 10, 2, 0), "1-D integers, got float64"),
+        (lambda: split_by_class(LABELS.reshape(60, 10), 10, 2, 0), r"shape \(60, 10\)"),
         (lambda: Partition("clases", 2), "did you mean 'classes'"),
     ],
 )
@@ -421,7 +451,7 @@ def test_divisions_that_cannot_be_are_refused(split, words):
 def test_the_published_split_refuses_to_leave_a_client_empty():
     labels = np.repeat(np.arange(2), [1, 99])
     with pytest.raises(DataError, match="every client needs an example, client"):
-        by_class(labels, 20, 1, 0, exact=False)
+        split_by_class(labels, 20, 1, 0, exact=False)
 
 
 @pytest.mark.parametrize(
@@ -448,7 +478,7 @@ def test_splits_that_cannot_be_are_refused(text, changed, words):
         "num_clients": 20,
     }
     with pytest.raises(DataError, match=words):
-        parse(text).split(**{**arguments, **changed}, seed=0)
+        parse_partition(text).split(**{**arguments, **changed}, seed=0)
 
 
 # partitioners of flwr-datasets

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from fedquilt.data import Examples, Windows
-from fedquilt.data.population import clients
+from fedquilt.data.population import make_clients
 from fedquilt.errors import DataError
 from fedquilt.federation.client import SERVER
 
@@ -19,20 +19,20 @@ def images(count, seed=0):
 
 
 def test_one_set_is_divided_without_loss_and_tested_alike():
-    people = clients(images(40), test=images(20, 1), partition="classes:2", count=4)
+    people = make_clients(images(40), test=images(20, 1), partition="classes:2", count=4)
     assert sum(c.num_examples for c in people.clients) == 40
     for client in people.clients:
         assert len(client.labels) == 2
         assert people.train[client.id].label_set == client.labels
         assert set(people.test[client.id].label_set) <= set(client.labels)
     assert len(people.test[SERVER]) == 20
-    assert people.held_out
+    assert people.has_server_test
     assert people.testers == (0, 1, 2, 3)
 
 
 def test_a_list_gives_every_client_its_own_set():
     sets = [TensorDataset(*images(n, n)) for n in (3, 5, 8)]
-    people = clients(sets, test=images(6), budgets=[1, 0.5, 0.25])
+    people = make_clients(sets, test=images(6), budgets=[1, 0.5, 0.25])
     assert [c.num_examples for c in people.clients] == [3, 5, 8]
     assert [c.budget.width for c in people.clients] == [1, 0.5, 0.25]
     x, _ = people.train[1].batch(torch.arange(5))
@@ -42,13 +42,13 @@ def test_a_list_gives_every_client_its_own_set():
 
 def test_two_arrays_are_one_set_and_two_sets_are_two_clients():
     x, y = images(12)
-    assert len(clients((x.numpy(), y.numpy()), count=3).clients) == 3
-    assert len(clients([TensorDataset(x, y), TensorDataset(x, y)]).clients) == 2
+    assert len(make_clients((x.numpy(), y.numpy()), count=3).clients) == 3
+    assert len(make_clients([TensorDataset(x, y), TensorDataset(x, y)]).clients) == 2
 
 
 def test_the_seed_decides_the_division():
     def rows(seed):
-        people = clients(images(30), count=3, seed=seed)
+        people = make_clients(images(30), count=3, seed=seed)
         return people.train[0].batch(torch.arange(10))[0]
 
     assert torch.equal(rows(1), rows(1))
@@ -57,7 +57,7 @@ def test_the_seed_decides_the_division():
 
 def test_groups_are_clients_of_their_own():
     ids = np.repeat([7, 8, 9], [4, 4, 2])
-    people = clients(images(10), partition="natural", groups=(ids, None))
+    people = make_clients(images(10), partition="natural", groups=(ids, None))
     assert [c.num_examples for c in people.clients] == [4, 4, 2]
 
 
@@ -67,7 +67,7 @@ def test_groups_are_clients_of_their_own():
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 99))
 def test_the_last_examples_of_every_client_are_its_validation(sizes, hundredths):
     sets = [TensorDataset(*images(n, n)) for n in sizes]
-    people = clients(sets, validation=hundredths / 100)
+    people = make_clients(sets, validation=hundredths / 100)
     for client, size, own in zip(people.clients, sizes, sets, strict=True):
         held = size * hundredths // 100
         assert client.num_examples == len(people.train[client.id]) == size - held > 0
@@ -80,7 +80,7 @@ def test_the_last_examples_of_every_client_are_its_validation(sizes, hundredths)
 
 def test_clients_know_the_classes_they_train_on_only():
     x, _ = images(4)
-    people = clients([TensorDataset(x, torch.tensor([0, 1, 2, 3]))], validation=0.5)
+    people = make_clients([TensorDataset(x, torch.tensor([0, 1, 2, 3]))], validation=0.5)
     assert people.clients[0].labels == (0, 1)
     assert people.validation[0].label_set == (2, 3)
 
@@ -88,8 +88,8 @@ def test_clients_know_the_classes_they_train_on_only():
 def test_one_set_is_divided_first_and_held_back_then():
     ids = np.tile([0, 1], 10)
     options = {"partition": "domain:blocks", "count": 4, "groups": (ids, ids)}
-    whole = clients(images(20), test=images(20, 1), **options)
-    people = clients(images(20), test=images(20, 1), validation=0.4, **options)
+    whole = make_clients(images(20), test=images(20, 1), **options)
+    people = make_clients(images(20), test=images(20, 1), validation=0.4, **options)
     for i in range(4):
         before, _ = whole.train[i].batch(torch.arange(5))
         assert torch.equal(people.train[i].batch(torch.arange(3))[0], before[:3])
@@ -98,9 +98,9 @@ def test_one_set_is_divided_first_and_held_back_then():
 
 
 def test_there_is_a_split_for_validation_only_where_somebody_has_some():
-    assert set(clients(images(12), count=3).data) == {"train", "test"}
-    assert set(clients(images(12), count=3, validation=0.1).data) == {"train", "test"}
-    people = clients(images(12), count=3, validation=0.25)
+    assert set(make_clients(images(12), count=3).data) == {"train", "test"}
+    assert set(make_clients(images(12), count=3, validation=0.1).data) == {"train", "test"}
+    people = make_clients(images(12), count=3, validation=0.25)
     assert people.data["validation"] is people.validation
     assert set(people.validation) == {0, 1, 2}
 
@@ -108,7 +108,7 @@ def test_there_is_a_split_for_validation_only_where_somebody_has_some():
 @pytest.mark.parametrize("share", [1, 1.5, -0.1, float("nan")])
 def test_a_validation_share_outside_0_to_1_is_refused(share):
     with pytest.raises(DataError, match=r"in \[0, 1\), got .*write 0.1 for a tenth"):
-        clients(images(12), count=3, validation=share)
+        make_clients(images(12), count=3, validation=share)
 
 
 # natural clients, unseen clients, and their own test data
@@ -131,7 +131,7 @@ def by_id(sizes, test_sizes=None, **options):
     counts = (sizes, test_sizes or [0] * len(sizes))
     ids = tuple(np.repeat(np.arange(len(sizes)), own) for own in counts)
     test = numbered(len(ids[1]), 1000) if test_sizes else None
-    people = clients(
+    people = make_clients(
         numbered(len(ids[0])),
         test=test,
         partition="natural",
@@ -156,12 +156,12 @@ sizes_of_ids = st.lists(st.integers(1, 9), min_size=2, max_size=6)
 def test_unseen_clients_train_on_nothing_and_everything_is_in_one_place(
     sizes, tested, share, held, seed
 ):
-    options = {"test_share": 0.0 if tested else held / 100, "validation": 0.2, "seed": seed}
+    options = {"test_fraction": 0.0 if tested else held / 100, "validation": 0.2, "seed": seed}
     count = len(sizes) * share // 100
     if count == 0:
         return
     people, own = by_id(sizes, [n % 3 + 1 for n in sizes] if tested else None,
-                        unseen=share / 100, **options)  # fmt: skip
+                        holdout_clients=share / 100, **options)  # fmt: skip
     seen = {c.group for c in people.clients}
     assert len(people.clients) == len(sizes) - count
     assert set(found(people.test[SERVER])) == set().union(*(own[n] for n in own if n not in seen))
@@ -175,7 +175,7 @@ def test_unseen_clients_train_on_nothing_and_everything_is_in_one_place(
 @given(sizes_of_ids, st.integers(1, 6), st.integers(1, 9), st.integers(0, 3))
 def test_some_of_the_natural_clients_take_part_with_their_own_test_data(sizes, count, least, seed):
     large = [n for n, size in zip(NAMES, sizes, strict=False) if size >= least]
-    asked = {"count": count, "least": least, "seed": seed}
+    asked = {"count": count, "min_examples": least, "seed": seed}
     if count > len(large):
         with pytest.raises(DataError, match=f"of {len(sizes)} natural clients {len(large)} have"):
             by_id(sizes, **asked)
@@ -196,7 +196,7 @@ def test_the_seed_draws_who_takes_part_and_who_is_unseen():
     def groups(seed, **options):
         return tuple(c.group for c in by_id([3] * 6, seed=seed, **options)[0].clients)
 
-    for options in ({"count": 3}, {"unseen": 0.5}):
+    for options in ({"count": 3}, {"holdout_clients": 0.5}):
         drawn = [groups(seed, **options) for seed in range(8)]
         assert drawn == [groups(seed, **options) for seed in range(8)]
         assert len(set(drawn)) > 2
@@ -207,23 +207,23 @@ def test_all_natural_clients_take_part_unless_somebody_says_how_many():
 
 
 def test_test_examples_of_nobody_are_the_servers():
-    people = clients(
+    people = make_clients(
         numbered(6), test=numbered(4, 100), partition="natural", groups=([0, 0, 1, 1, 1, 1], None)
     )
     assert people.testers == ()
     assert found(people.test[SERVER]) == [100, 101, 102, 103]
-    with pytest.raises(DataError, match=r"test set that is no client's.*leave out unseen"):
-        clients(
+    with pytest.raises(DataError, match=r"test set that is no client's.*leave out holdout_clients"):
+        make_clients(
             numbered(6),
             test=numbered(4),
             partition="natural",
             groups=([0, 0, 0, 1, 1, 1], None),
-            unseen=0.5,
+            holdout_clients=0.5,
         )
 
 
 def test_unseen_clients_may_be_of_any_partition():
-    people = clients(numbered(40), test=numbered(20, 100), count=4, unseen=0.25)
+    people = make_clients(numbered(40), test=numbered(20, 100), count=4, holdout_clients=0.25)
     assert len(people.clients) == 3
     assert len(people.test[SERVER]) == 15
     held = [found(split[c]) for split in (people.train, people.test) for c in range(3)]
@@ -232,14 +232,14 @@ def test_unseen_clients_may_be_of_any_partition():
 
 def test_test_data_are_drawn_although_a_file_is_sorted_by_class():
     x, y = torch.arange(60)[:, None], torch.arange(60) // 20
-    people = clients([TensorDataset(x, y)], test_share=0.5)
+    people = make_clients([TensorDataset(x, y)], test_fraction=0.5)
     assert people.test[0].label_set == people.train[0].label_set == (0, 1, 2)
     assert found(people.train[0]) == sorted(found(people.train[0]))
 
 
 def test_test_data_of_a_text_are_its_end():
     windows = Windows(torch.arange(30), torch.arange(20), 5)
-    people = clients([windows], test_share=0.25, validation=0.2)
+    people = make_clients([windows], test_fraction=0.25, validation=0.2)
     held = people.train[0], people.validation[0], people.test[0]
     assert [own.starts.tolist() for own in held] == [
         [*range(12)], [12, 13, 14], [15, 16, 17, 18, 19],
@@ -247,20 +247,20 @@ def test_test_data_of_a_text_are_its_end():
 
 
 def test_an_empty_test_set_is_nobodys():
-    people = clients(numbered(6), test=Examples(*numbered(0)), count=2)
-    assert not people.held_out
+    people = make_clients(numbered(6), test=Examples(*numbered(0)), count=2)
+    assert not people.has_server_test
     assert people.testers == ()
 
 
 def test_sequences_are_divided_by_number_or_by_owner_but_not_by_label():
     x = torch.arange(24).view(12, 2)
-    people = clients((x, x), test=(x, x), count=3)
+    people = make_clients((x, x), test=(x, x), count=3)
     assert sorted(chain(*(found(people.train[c]) for c in range(3)))) == [*range(24)]
     assert people.clients[0].labels == people.train[0].label_set
-    assert len(clients((x, x), partition="natural", groups=([0, 1] * 6, None)).clients) == 2
+    assert len(make_clients((x, x), partition="natural", groups=([0, 1] * 6, None)).clients) == 2
     for partition in ("classes:2", "dirichlet:0.5"):
         with pytest.raises(DataError, match=f"'{partition}' goes by the label.*'iid' or 'natural'"):
-            clients((x, x), count=3, partition=partition)
+            make_clients((x, x), count=3, partition=partition)
 
 
 # refusals
@@ -269,28 +269,28 @@ def test_sequences_are_divided_by_number_or_by_owner_but_not_by_label():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"unseen": 1.0}, r"unseen is a share in \[0, 1\), got 1.0"),
-        ({"test_share": -0.1}, r"test_share is a share in \[0, 1\), got -0.1"),
-        ({"unseen": 0.1}, "0.1 of 3 clients is nobody"),
-        ({"least": 2}, "least is for natural clients, got 2 with partition 'iid'"),
-        ({"test": images(3), "test_share": 0.5}, "for clients without test data"),
+        ({"holdout_clients": 1.0}, r"holdout_clients must be a fraction in \[0, 1\), got 1.0"),
+        ({"test_fraction": -0.1}, r"test_fraction must be a fraction in \[0, 1\), got -0.1"),
+        ({"holdout_clients": 0.1}, "0.1 of 3 clients is less than one"),
+        ({"min_examples": 2}, "min_examples is for natural clients, got 2 with partition 'iid'"),
+        ({"test": images(3), "test_fraction": 0.5}, "for clients without test data"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(options, words):
     with pytest.raises(DataError, match=words):
-        clients(images(12), count=3, **options)
+        make_clients(images(12), count=3, **options)
 
 
 def test_unseen_clients_are_not_drawn_from_a_list():
     with pytest.raises(DataError, match="one set per client; leave some out"):
-        clients([TensorDataset(*images(3))] * 4, unseen=0.25)
+        make_clients([TensorDataset(*images(3))] * 4, holdout_clients=0.25)
 
 
 def test_a_client_without_data_is_refused_by_number():
     with pytest.raises(DataError, match="client 1 has no data"):
-        clients([TensorDataset(*images(3)), TensorDataset(*images(0))])
+        make_clients([TensorDataset(*images(3)), TensorDataset(*images(0))])
 
 
 def test_test_sets_must_match_the_clients():
     with pytest.raises(DataError, match="2 clients but 1 test sets"):
-        clients([TensorDataset(*images(3))] * 2, test=[TensorDataset(*images(3))])
+        make_clients([TensorDataset(*images(3))] * 2, test=[TensorDataset(*images(3))])

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from fedquilt.cli import main
-from fedquilt.data import Windows, load
+from fedquilt.data import Windows, load_dataset
 from fedquilt.data.text import (
     ALPHABET,
     PADDING,
     UNKNOWN,
-    characters,
-    padded,
-    passages,
-    speeches,
-    tweets,
-    vocabulary,
-    words,
+    build_vocabulary,
+    encode_characters,
+    make_passages,
+    make_speeches,
+    make_tweets,
+    pad_texts,
+    split_words,
 )
 from fedquilt.errors import DataError
 
@@ -46,11 +46,11 @@ def test_the_alphabet_is_leafs():
 @FEW
 def test_characters_are_their_places_and_all_others_the_last(text):
     expected = [ALPHABET.index(c) if c in ALPHABET else 79 for c in text]
-    assert characters(text).tolist() == expected
+    assert encode_characters(text).tolist() == expected
 
 
 def test_a_lone_surrogate_is_an_unknown_character():
-    assert characters(json.loads('"a\\ud800b"')).tolist() == [53, 79, 54]
+    assert encode_characters(json.loads('"a\\ud800b"')).tolist() == [53, 79, 54]
 
 
 @pytest.mark.parametrize(
@@ -63,26 +63,26 @@ def test_a_lone_surrogate_is_an_unknown_character():
     ],
 )
 def test_words_are_small_and_marks_stand_alone(text, expected):
-    assert words(text) == expected
+    assert split_words(text) == expected
 
 
 @given(texts, st.integers(0, 9), st.randoms())
 @FEW
 def test_a_vocabulary_keeps_the_most_frequent_words_whatever_their_order(found, most, random):
     counts = Counter(word for text in found for word in text)
-    tokens = vocabulary(found, most)
+    tokens = build_vocabulary(found, most)
     assert sorted(tokens.values()) == [*range(2, 2 + min(most, len(counts)))]
     ranks = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     assert [*tokens] == [word for word, _ in ranks[:most]]
     random.shuffle(found)
-    assert vocabulary(found, most) == tokens
+    assert build_vocabulary(found, most) == tokens
 
 
 @given(texts, st.integers(1, 5))
 @FEW
 def test_padding_matches_a_loop(found, length):
     tokens = {"a": 2, "c": 3, "e": 4}
-    result = padded(found, tokens, length)
+    result = pad_texts(found, tokens, length)
     assert result.shape == (len(found), length)
     for text, row in zip(found, result.tolist(), strict=True):
         for place in range(length):
@@ -139,7 +139,7 @@ def test_windows_that_the_text_does_not_hold_are_refused(tokens, starts, length,
 
 def test_roles_learn_the_next_character_at_every_position():
     roles = {"A_X": ["ab " * 30, "Enter é."], "A_Y": ["short"], "B_X": ["z" * 81]}
-    source = speeches("plays", roles)
+    source = make_speeches("plays", roles)
     expected = []
     for number, name in enumerate(["A_X", "B_X"]):
         text = "\n".join(roles[name])
@@ -147,21 +147,21 @@ def test_roles_learn_the_next_character_at_every_position():
     assert source.group_names == ("A_X", "B_X")
     assert source.groups_train.tolist() == [number for number, _, _ in expected]
     x, y = source.train.batch(torch.arange(len(source.train)))
-    assert torch.equal(x, torch.stack([characters(text) for _, text, _ in expected]).long())
-    assert y.tolist() == [characters(letter).item() for *_, letter in expected]
+    assert torch.equal(x, torch.stack([encode_characters(text) for _, text, _ in expected]).long())
+    assert y.tolist() == [encode_characters(letter).item() for *_, letter in expected]
     assert (source.num_classes, source.num_tokens, source.shape) == (80, 80, (80,))
     assert len(source.test) == 0
 
 
 def test_roles_that_say_nearly_nothing_are_no_set():
     with pytest.raises(DataError, match="more than 80 characters"):
-        speeches("plays", {"A_X": ["z" * 80]})
+        make_speeches("plays", {"A_X": ["z" * 80]})
 
 
 def test_tweets_know_the_words_of_the_training_part_only():
     train = {"eve": ([["good", "day"], ["day"]], [1, 0]), "none": ([], [])}
     test = {"eve": ([["day", "bad"]], [0])}
-    source = tweets("t", train, test)
+    source = make_tweets("t", train, test)
     assert source.train.inputs[:, :3].tolist() == [[3, 2, 0], [2, 0, 0]]
     assert source.test.inputs[:, :3].tolist() == [[2, UNKNOWN, 0]]
     assert (source.num_tokens, source.num_classes, source.shape) == (4, 2, (25,))
@@ -180,7 +180,7 @@ def a_text(tokens, seed=0, kinds=20):
 def test_a_long_text_is_cut_into_rows_and_rows_into_passages():
     train, test = a_text(13_070) + "\n\n = Last = \n", "w1 w2\nnobody said this\n" + a_text(150)
     stream = [w for line in train.removesuffix("\n").split("\n") for w in [*line.split(), "<eos>"]]
-    source = passages("wiki", train, test)
+    source = make_passages("wiki", train, test)
     per_row = len(stream) // 100
     assert per_row == 130
     tokens = {word: i for i, word in enumerate(dict.fromkeys(stream))}
@@ -199,7 +199,7 @@ def test_a_long_text_is_cut_into_rows_and_rows_into_passages():
 
 def test_a_text_too_short_for_a_hundred_users_is_refused():
     with pytest.raises(DataError, match=r"need 6400 tokens.*has 6390"):
-        passages("wiki", a_text(6390), "")
+        make_passages("wiki", a_text(6390), "")
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
@@ -211,11 +211,11 @@ def test_text_files_are_a_set_by_name_or_path(tmp_path, monkeypatch, suffix):
         with opened(folder / f"{part}{suffix}", "wt") as file:
             file.write(a_text(size))
     monkeypatch.setenv("FEDQUILT_DATA", str(tmp_path))
-    for source in (load("wikitext-2"), load(str(folder))):
+    for source in (load_dataset("wikitext-2"), load_dataset(str(folder))):
         assert (source.name, len(source.train), len(source.test)) == ("wikitext-2", 100, 1)
     (folder / f"train{suffix}").write_bytes(b"\x1f\x8b\xff")
     with pytest.raises(DataError, match=r"train\.txt.*is not readable text"):
-        load("wikitext-2")
+        load_dataset("wikitext-2")
 
 
 # from files to a finished model
@@ -238,7 +238,7 @@ def test_heterofl_trains_a_language_model_of_five_sizes(tmp_path):
     net += ["--set", "model.hidden=16", "--set", "model.heads=2"]
     levels = ["--set", "method.assignment=dynamic", "--budgets", "a1-b1-c1-d1-e1"]
     levels += ["--set", "method.widths=[1.0,0.5,0.25,0.125,0.0625]"]
-    run = ["--rounds", "1", "--fraction", "0.05", "--set", "optimiser.batch_size=1", "--json"]
+    run = ["--rounds", "1", "--fraction", "0.05", "--set", "local_training.batch_size=1", "--json"]
     run += ["--workers", "0", "--partition", "natural", "--data", folder, "--out", tmp_path / "a"]
     trained = json.loads(fedquilt("train", *net, *levels, *run))
     assert [size["width"] for size in trained["sizes"]] == [1.0, 0.5, 0.25, 0.125, 0.0625]

@@ -6,17 +6,23 @@ from typing import Any
 import pytest
 import torch
 
-from fedquilt.config import example_of, model_of, population_of, resolved, source_of
 from fedquilt.data.population import Population
-from fedquilt.deploy.app import run_config
-from fedquilt.deploy.client import client_app
-from fedquilt.deploy.server import trained
-from fedquilt.deploy.site import settings_of
+from fedquilt.deploy.app_folder import make_run_config
+from fedquilt.deploy.client_app import make_client_app
+from fedquilt.deploy.node_context import parse_run_config
+from fedquilt.deploy.server_app import train_over_grid
 from fedquilt.engines.local import LocalEngine
 from fedquilt.federation.state import Setup
-from fedquilt.runs.configured import begun
-from fedquilt.runs.loop import ignore
-from fedquilt.structure.groups import Structure
+from fedquilt.runs.from_config import plan_run_over
+from fedquilt.runs.plan import start_run
+from fedquilt.settings.resolve import (
+    build_model,
+    build_population,
+    load_source,
+    make_example,
+    resolve_config,
+)
+from fedquilt.structure.create import trace_structure
 
 from .grid import OneProcessGrid
 
@@ -25,11 +31,11 @@ SETTINGS = {
     "rounds": 3,
     "seed": 5,
     "data.clients": CLIENTS,
-    "data.share": 0.15,
+    "data.fraction": 0.15,
     "data.budgets": "[1, 0.5, 0.25]",
     "model.name": "heterofl-cnn",
     "model.width": 0.0625,
-    "optimiser.epochs": 1,
+    "local_training.epochs": 1,
     "run.evaluate_every": 0,
     "run.workers": 0,
 }
@@ -55,31 +61,35 @@ class Place:
         self.folder = folder
 
     def local(self, name: str = "local", make: Any = LocalEngine, **changes: Any):
-        config = settings_of(_settings(changes))
-        source = source_of(config)
-        config = resolved(config, source)
-        people, model, example = population_of(config, source), model_of(config), example_of(source)
-        structure = Structure.trace(model, example)
+        config = parse_run_config(_settings(changes))
+        source = load_source(config)
+        config = resolve_config(config, source)
+        people, model, example = (
+            build_population(config, source),
+            build_model(config),
+            make_example(source),
+        )
+        structure = trace_structure(model, example)
         whole = Setup(model, structure, example, people.clients, config.rounds, config.seed)
 
         def engine(setup: Setup, people: Population, folder: Path | None):
             return make(setup.model, setup.structure, people.data, workers=0, folder=folder)
 
         out = self.folder / name
-        return begun(config, whole, people, out, resume=False, engine=engine)(ignore)
+        return start_run(plan_run_over(config, whole, people, out, engine=engine)).train()
 
     def grid(self, meddle: Any = None, name: str = "flower", nodes: Any = None, **changes: Any):
         config = self.config(name, **changes)
         about = nodes or {100 + i: {"partition-id": i} for i in range(CLIENTS)}
-        return OneProcessGrid(client_app(), run_config(config), about, meddle)
+        return OneProcessGrid(make_client_app(), make_run_config(config), about, meddle)
 
     def flower(self, meddle: Any = None, name: str = "flower", **changes: Any):
         config = self.config(name, **changes)
-        return trained(self.grid(meddle, name, **changes), config)
+        return train_over_grid(self.grid(meddle, name, **changes), config)
 
     def config(self, name: str, **changes: Any):
         out = {"flower.out": str(self.folder / name)}
-        return settings_of(_settings({**out, **changes}))
+        return parse_run_config(_settings({**out, **changes}))
 
 
 def _settings(changes: dict[str, Any]) -> dict[str, Any]:

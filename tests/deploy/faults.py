@@ -17,8 +17,8 @@ from unittest import mock
 import numpy as np
 from flwr.app import Array, Context, Message
 
-from fedquilt.deploy.client import client_app
-from fedquilt.engines.flower.letters import ARRAYS, SETTINGS
+from fedquilt.deploy.client_app import make_client_app
+from fedquilt.engines.flower.codec import ARRAYS, SETTINGS
 
 LATE = 120.0  # seconds, longer than a round of the test may take
 Answer = Callable[[Message, Context], Message]
@@ -40,7 +40,7 @@ def misbehave(message: Message, context: Context, answer: Answer) -> Message:
     if fault == "is stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "hangs":
-        with mock.patch("fedquilt.deploy.client.do_task", side_effect=_wait):
+        with mock.patch("fedquilt.deploy.client_app.run_task", side_effect=_wait):
             return answer(message, context)
     reply = answer(message, context)
     settings = reply.content.config_records[SETTINGS]
@@ -80,4 +80,4 @@ def _change(reply: Message, change: Callable[[np.ndarray], np.ndarray]) -> None:
     arrays[name] = Array(change(arrays[name].numpy()))
 
 
-client = client_app(mods=[misbehave])
+client = make_client_app(mods=[misbehave])

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from fedquilt.deploy import certificates
-from fedquilt.deploy.certificates import node_key, server_certificates
+from fedquilt.deploy.certificates import ensure_node_key, ensure_server_certificates
 from fedquilt.errors import ConfigError
 
 
@@ -70,8 +70,8 @@ def test_private_keys_are_their_owners_alone_before_anything_is_in_them(tmp_path
         return open_file(handle, *arguments)
 
     monkeypatch.setattr(os, "fdopen", watched)
-    found = server_certificates(tmp_path / "certificates")
-    key = node_key(tmp_path / "keys", "node-0")
+    found = ensure_server_certificates(tmp_path / "certificates")
+    key = ensure_node_key(tmp_path / "keys", "node-0")
     assert seen == [(0o600, 0)] * 3
     private = [found.key, tmp_path / "certificates" / "ca.key", key.private]
     assert [mode(path) for path in private] == [0o600] * 3
@@ -80,24 +80,27 @@ def test_private_keys_are_their_owners_alone_before_anything_is_in_them(tmp_path
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "server.example", "192.0.2.7"])
 def test_the_server_is_believed_under_every_name_it_was_given(tmp_path, host):
-    found = server_certificates(tmp_path, ["server.example", "192.0.2.7"])
+    found = ensure_server_certificates(tmp_path, ["server.example", "192.0.2.7"])
     shake_hands(trusting(found.authority), serving(found), host)
 
 
 def test_the_server_is_not_believed_under_another_name(tmp_path):
-    found = server_certificates(tmp_path)
+    found = ensure_server_certificates(tmp_path)
     with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
         shake_hands(trusting(found.authority), serving(found), "server.example")
 
 
 def test_the_server_is_not_believed_by_those_who_trust_another_authority(tmp_path):
-    found, other = server_certificates(tmp_path / "a"), server_certificates(tmp_path / "b")
+    found, other = (
+        ensure_server_certificates(tmp_path / "a"),
+        ensure_server_certificates(tmp_path / "b"),
+    )
     with pytest.raises(ssl.SSLCertVerificationError):
         shake_hands(trusting(other.authority), serving(found), "localhost")
 
 
 def test_the_certificate_is_for_servers_and_not_for_clients(tmp_path):
-    found = server_certificates(tmp_path)
+    found = ensure_server_certificates(tmp_path)
     client, server = trusting(found.authority), serving(found)
     client.load_cert_chain(found.certificate, found.key)
     server.load_verify_locations(found.authority)
@@ -107,18 +110,18 @@ def test_the_certificate_is_for_servers_and_not_for_clients(tmp_path):
 
 
 def test_what_is_there_is_used_again(tmp_path):
-    first, key = server_certificates(tmp_path), node_key(tmp_path, "node-0")
+    first, key = ensure_server_certificates(tmp_path), ensure_node_key(tmp_path, "node-0")
     before = contents(tmp_path)
-    assert server_certificates(tmp_path) == first
-    assert node_key(tmp_path, "node-0") == key
+    assert ensure_server_certificates(tmp_path) == first
+    assert ensure_node_key(tmp_path, "node-0") == key
     assert contents(tmp_path) == before
 
 
 def test_a_new_certificate_is_of_the_same_authority_and_key(tmp_path):
-    found = server_certificates(tmp_path)
+    found = ensure_server_certificates(tmp_path)
     before = contents(tmp_path)
     found.certificate.unlink()
-    found = server_certificates(tmp_path, ["server.example"])
+    found = ensure_server_certificates(tmp_path, ["server.example"])
     shake_hands(trusting(found.authority), serving(found), "server.example")
     after = contents(tmp_path)
     changed = {path for path in after if after[path] != before[path]}
@@ -126,22 +129,22 @@ def test_a_new_certificate_is_of_the_same_authority_and_key(tmp_path):
 
 
 def test_a_certificate_for_other_names_is_refused_and_not_replaced(tmp_path):
-    found = server_certificates(tmp_path)
+    found = ensure_server_certificates(tmp_path)
     before = found.certificate.read_bytes()
     with pytest.raises(ConfigError, match=r"server\.example.*remove"):
-        server_certificates(tmp_path, ["server.example"])
+        ensure_server_certificates(tmp_path, ["server.example"])
     assert found.certificate.read_bytes() == before
 
 
 def test_an_expired_certificate_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(certificates, "MARGIN", 2 * 24 * certificates.MARGIN)
-    monkeypatch.setattr(certificates, "DAYS", -1)
-    with pytest.raises(ConfigError, match="was good until"):
-        server_certificates(tmp_path)
+    monkeypatch.setattr(certificates, "CLOCK_MARGIN", 2 * 24 * certificates.CLOCK_MARGIN)
+    monkeypatch.setattr(certificates, "VALID_DAYS", -1)
+    with pytest.raises(ConfigError, match="expired on"):
+        ensure_server_certificates(tmp_path)
 
 
 def test_a_nodes_keys_belong_together_and_to_it_alone(tmp_path):
-    keys = [node_key(tmp_path, f"node-{i}") for i in range(2)]
+    keys = [ensure_node_key(tmp_path, f"node-{i}") for i in range(2)]
     halves = []
     for key in keys:
         private = load_ssh_private_key(key.private.read_bytes(), password=None)
@@ -154,4 +157,4 @@ def test_a_nodes_keys_belong_together_and_to_it_alone(tmp_path):
 def test_a_broken_key_is_named(tmp_path):
     (tmp_path / "node-0").write_text("nothing")
     with pytest.raises(ConfigError, match="node-0"):
-        node_key(tmp_path, "node-0")
+        ensure_node_key(tmp_path, "node-0")

@@ -10,20 +10,20 @@ import pytest
 import torch
 from flwr.app import Array, Error, Message, RecordDict
 
-from fedquilt.deploy.client import client_app
-from fedquilt.deploy.server import trained
-from fedquilt.engines.flower.letters import ARRAYS, METRICS, SETTINGS
+from fedquilt.deploy.client_app import make_client_app
+from fedquilt.deploy.server_app import train_over_grid
+from fedquilt.engines.flower.codec import ARRAYS, METRICS, SETTINGS
 from fedquilt.engines.local import LocalEngine
 from fedquilt.errors import TrainingError
 from fedquilt.federation.client import Failure
-from fedquilt.runs.loop import num_bytes
+from fedquilt.runs.accounting import count_subnet_bytes
 
 from .conftest import CLIENTS, Place
 
 METHODS = {
     "fedavg": {},
     "heterofl": {},
-    "splitmix": {"method__base": 0.25, "method__together": False},
+    "splitmix": {"method__base": 0.25, "method__stacked": False},
     "nefl": {},
     "apfl": {"data__budgets": "[{params = 2500}, {params = 1500}, {params = 900}]"},
     "adds": {"method__persistent": True},
@@ -35,7 +35,7 @@ FEDAVG = {
     "model__name": "mlp",
     "model__hidden": "[16]",
     "model__width": None,
-    "data__share": 0.05,
+    "data__fraction": 0.05,
 }
 KEEPING = {**FEDAVG, "method__name": "stc", **METHODS["stc"]}  # its clients keep their residuals
 
@@ -57,19 +57,19 @@ def test_a_run_on_flower_has_the_bits_of_a_local_one(place, method):
     local, flower = place.local(**changes), place.flower(**changes)
     assert same(local, flower)
     assert local.scores == flower.scores
-    assert local.state.chosen == flower.state.chosen
+    assert local.state.chosen_subnets == flower.state.chosen_subnets
     assert records(local) == records(flower)
 
 
-def test_every_message_can_be_answered_by_a_new_process(place):
+def test_a_new_process_can_handle_every_message(place):
     """A deployed client starts anew each time: what it keeps is on its disk."""
 
     def anew(message, answer):
-        grid._app = client_app()
+        grid._app = make_client_app()
         return [answer(message)]
 
     grid = place.grid(anew, **KEEPING)
-    assert same(place.local(**KEEPING), trained(grid, place.config("flower", **KEEPING)))
+    assert same(place.local(**KEEPING), train_over_grid(grid, place.config("flower", **KEEPING)))
 
 
 def test_a_run_that_was_interrupted_goes_on_from_its_checkpoint(place):
@@ -79,7 +79,7 @@ def test_a_run_that_was_interrupted_goes_on_from_its_checkpoint(place):
 
     def fail_late(message, answer):
         orders.append(message)
-        if len(orders) == 3 * CLIENTS + 2:  # they said hello, and were asked in two rounds
+        if len(orders) == 3 * CLIENTS + 2:  # a query to each, and two rounds
             raise KeyboardInterrupt
         return [answer(message)]
 
@@ -180,7 +180,7 @@ def without_second(tmp_path_factory):
 def test_what_goes_wrong_with_one_client_is_its_failure_alone(place, fault, without_second):
     """The round counts without it, exactly as if it had failed on this machine."""
     meddler = Meddler(FAULTS[fault])
-    run = place.flower(meddler, **FEDAVG, flower__patience=1.0)
+    run = place.flower(meddler, **FEDAVG, flower__timeout=1.0)
     assert [record["num_clients"] for record in records(run)] == [3, 2, 3]
     (failure,) = records(run)[1]["failures"]
     assert failure["client"] == 1
@@ -203,9 +203,9 @@ class SilentAt:
         return [answer(message)]
 
 
-def test_a_round_with_too_few_answers_leaves_nothing_and_is_done_again(place):
+def test_a_round_with_too_few_replies_changes_nothing_and_is_repeated(place):
     """Also what clients keep is that of before."""
-    changes = {**KEEPING, "flower__quorum": CLIENTS, "flower__patience": 1.0}
+    changes = {**KEEPING, "flower__quorum": CLIENTS, "flower__timeout": 1.0}
     silent = SilentAt((1, 2), round=2)
     run = place.flower(silent, **changes)
     assert silent.seen == {0: 4, 1: 4, 2: 4}
@@ -215,27 +215,27 @@ def test_a_round_with_too_few_answers_leaves_nothing_and_is_done_again(place):
 
 
 def test_a_round_that_never_has_enough_ends_the_run_with_what_was_learned(place):
-    changes = {**FEDAVG, "flower__quorum": 2, "flower__patience": 0.2, "run__checkpoint_every": 0}
-    with pytest.raises(TrainingError, match=r"1 of 2 .* round 2; client 1: .*no answer"):
+    changes = {**FEDAVG, "flower__quorum": 2, "flower__timeout": 0.2, "run__checkpoint_every": 0}
+    with pytest.raises(TrainingError, match=r"1 of 2 .* round 2; client 1: .*did not reply"):
         place.flower(SilentAt((1, 2), round=2, times=9), **changes)
     again = place.flower(flower__resume=True, **changes)
     assert same(again, place.local(**FEDAVG))
 
 
-def test_spare_clients_are_asked_and_not_waited_for(place):
-    changes = {**FEDAVG, "method__fraction": 0.6, "flower__spare": 0.5, "flower__patience": 60.0}
+def test_oversampled_clients_are_not_waited_for(place):
+    changes = {**FEDAVG, "method__fraction": 0.6, "flower__oversample": 0.5, "flower__timeout": 60}
     run = place.flower(SilentAt((2,), round=1, times=9), **changes)
     assert [record["num_clients"] for record in records(run)] == [2, 2, 2]
     reasons = {f["reason"] for record in records(run) for f in record["failures"]}
     assert reasons == {"it was not waited for: enough others had answered"}
 
 
-def test_who_answers_twice_counts_once(place):
+def test_a_second_reply_is_ignored(place):
     twice = Meddler(lambda m, r: [r, r])
     assert same(place.flower(twice, **FEDAVG), place.local(**FEDAVG))
 
 
-def test_a_late_answer_to_an_earlier_order_is_not_taken_for_a_new_one(place):
+def test_a_late_reply_to_an_earlier_message_is_rejected(place):
     """What came too late in one round is sent again in the next, before the right answer."""
     late = []
 
@@ -250,9 +250,9 @@ def test_a_late_answer_to_an_earlier_order_is_not_taken_for_a_new_one(place):
                 return [old]
         return [reply]
 
-    run = place.flower(delay, **FEDAVG, flower__patience=1.0)
+    run = place.flower(delay, **FEDAVG, flower__timeout=1.0)
     assert [record["num_clients"] for record in records(run)] == [3, 2, 2]
-    assert "another order" in records(run)[2]["failures"][0]["reason"]
+    assert "another message" in records(run)[2]["failures"][0]["reason"]
 
 
 def test_a_node_that_is_gone_is_missed_and_one_that_comes_back_is_found(place):
@@ -266,7 +266,7 @@ def test_a_node_that_is_gone_is_missed_and_one_that_comes_back_is_found(place):
         return [answer(message)]
 
     grid = place.grid(restart, **FEDAVG)
-    run = trained(grid, place.config("flower", **FEDAVG))
+    run = train_over_grid(grid, place.config("flower", **FEDAVG))
     assert same(run, place.local(**FEDAVG))
     asked = [m.metadata.dst_node_id for m in grid.sent if m.metadata.message_type == "query"]
     assert asked == [100, 101, 102, 200]
@@ -274,7 +274,7 @@ def test_a_node_that_is_gone_is_missed_and_one_that_comes_back_is_found(place):
 
 def test_a_message_has_one_record_of_each_kind_and_only_the_cells_of_the_subnet(place):
     grid = place.grid(method__name="heterofl")
-    run = trained(grid, place.config("flower", method__name="heterofl"))
+    run = train_over_grid(grid, place.config("flower", method__name="heterofl"))
     sizes = {}
     for message in grid.sent:
         if message.metadata.message_type == "train":
@@ -286,7 +286,7 @@ def test_a_message_has_one_record_of_each_kind_and_only_the_cells_of_the_subnet(
     tasks = run.method.plan(
         run.setup, replace(run.state, round=0, phase="train"), run.setup.clients
     )
-    assert sizes == {task.client: num_bytes(run.setup, *task.subnets) for task in tasks}
+    assert sizes == {task.client: count_subnet_bytes(run.setup, *task.subnets) for task in tasks}
 
 
 def test_bytes_on_the_wire_are_counted_and_hardly_more_than_the_subnets(place):
@@ -297,6 +297,6 @@ def test_bytes_on_the_wire_are_counted_and_hardly_more_than_the_subnets(place):
     down = sum(record["bytes_down"] for record in records(run))
     evaluated = down // len(records(run))  # the model once more, to every client
     assert (found["tensors_up"], found["tensors_down"]) == (up, down + evaluated)
-    assert found["num_orders"] == found["num_answers"] == CLIENTS * (len(records(run)) + 1)
+    assert found["num_messages"] == found["num_replies"] == CLIENTS * (len(records(run)) + 1)
     assert up < found["bytes_up"] < 1.02 * up
     assert found["tensors_down"] < found["bytes_down"] < 1.02 * found["tensors_down"]

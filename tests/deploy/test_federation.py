@@ -14,16 +14,16 @@ import pytest
 from safetensors.torch import load_file
 
 from fedquilt.cli import main
-from fedquilt.deploy.certificates import node_key
-from fedquilt.deploy.connection import environment, executable
+from fedquilt.deploy.certificates import ensure_node_key
 from fedquilt.deploy.federation import Federation
-from fedquilt.deploy.service import Service
+from fedquilt.deploy.flower_cli import find_executable, make_environment
+from fedquilt.deploy.process import ManagedProcess
 from fedquilt.errors import FederationError
 
 LONG = 900  # seconds: every message to a client is a process, and machines may be busy
 SHORT_RUN = [
     *("train", "--method", "fedavg", "--clients", "3", "--rounds", "1"),
-    *("--set", "model.width=0.25", "--set", "optimiser.epochs=1"),
+    *("--set", "model.width=0.25", "--set", "local_training.epochs=1"),
 ]
 
 
@@ -64,12 +64,14 @@ def free_port():
 def strangers(federation, folder):
     """Nodes that nobody registered: one with a key of its own, and one without."""
     authority = federation.folder / "certificates" / "ca.crt"
-    key = node_key(folder, "stranger").private
-    common = [executable("flower-supernode"), "--superlink", federation.address]
+    key = ensure_node_key(folder, "stranger").private
+    common = [find_executable("flower-supernode"), "--superlink", federation.address]
     common += ["--root-certificates", authority, "--node-config", "partition-id=0"]
     for name, more in {"with": ["--auth-supernode-private-key", key], "without": []}.items():
         log = folder / f"{name}-a-key.log"
-        yield Service([*common, *more, "--port", str(free_port())], log, environment(folder))
+        yield ManagedProcess(
+            [*common, *more, "--port", str(free_port())], log, make_environment(folder)
+        )
 
 
 @pytest.mark.slow
@@ -91,15 +93,15 @@ def test_a_federation_lets_its_own_nodes_in_trains_like_one_machine_and_leaves_n
         assert_same_bits(tmp_path / "a", tmp_path / "b")
 
         for intruder in intruders:
-            intruder.end(LONG)
+            intruder.terminate(LONG)
             assert intruder.exit_code != 0
-            assert "SuperNode ID" not in intruder.said
+            assert "SuperNode ID" not in intruder.log_text
 
         federation.stop_node(2, signal.SIGKILL)
         assert [node.is_running for node in federation.status()] == [True, True, False]
         with pytest.raises(FederationError, match="node 2 ended with exit code -9"):
             federation.wait(1)
-        family = federation.family()
+        family = federation.list_processes()
         assert len(family) >= 2 * 3  # the SuperLink, two nodes, and a child of each
     assert not [pid for pid in family if is_there(pid)]
     refused = fedquilt(*SHORT_RUN, "--federation", tmp_path / "federation")

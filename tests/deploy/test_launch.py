@@ -10,13 +10,22 @@ from pathlib import Path
 import pytest
 
 from fedquilt.cli import main
-from fedquilt.config import as_toml, checked, override, resolved, source_of
-from fedquilt.deploy import connection
-from fedquilt.deploy.connection import Connection
+from fedquilt.deploy import flower_cli
 from fedquilt.deploy.federation import Federation
-from fedquilt.deploy.launch import Place, node_configs, place_of, sample_app, spelled_out, trained
-from fedquilt.deploy.site import settings_of
+from fedquilt.deploy.flower_cli import SuperLinkConnection
+from fedquilt.deploy.launch import (
+    RunningFederation,
+    find_federation,
+    resolve_for_nodes,
+    train_on_flower,
+    write_sample_app,
+)
+from fedquilt.deploy.node_config import make_node_configs
+from fedquilt.deploy.node_context import parse_run_config
 from fedquilt.errors import CheckpointError, ConfigError
+from fedquilt.settings.load import load_config, override_settings
+from fedquilt.settings.resolve import load_source, resolve_config
+from fedquilt.settings.toml import dump_toml
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,11 +37,10 @@ import json, pathlib, sys
 if sys.argv[1] == "run":
     app = pathlib.Path(sys.argv[2]) / "pyproject.toml"
     pathlib.Path({seen!r}).write_text(app.read_text())
-    for line in ("INFO :      Starting logstream", "Successfully started run 42",
-                 "Successfully installed quilt to somewhere.", "WARNING :   a node takes no part",
-                 "INFO :      round 1/1: loss 1", "Traceback (most recent call last):",
-                 "(ClientAppActor pid=1) INFO :  noise", "INFO :      "):
-        print(line)
+    print(json.dumps({{"success": True, "run-id": "42"}}))
+elif sys.argv[1] == "log":
+    print("INFO :      Starting logstream")
+    print("WARNING :   [fedquilt] a node was rejected")
 else:
     run = {{"status": "finished:completed", "status-details": "N/A"}}
     print(json.dumps({{"runs": [run]}}))
@@ -45,16 +53,16 @@ def seen(tmp_path, monkeypatch):
     script, found = tmp_path / "flwr", tmp_path / "seen.toml"
     script.write_text(FLOWER.format(python=sys.executable, seen=str(found)))
     script.chmod(0o700)
-    monkeypatch.setattr(connection, "executable", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(flower_cli, "find_executable", lambda name: str(tmp_path / name))
     return found
 
 
 def settings(**changes):
-    return checked(override({}, {k.replace("__", "."): v for k, v in changes.items()}))
+    return load_config(override_settings({}, {k.replace("__", "."): v for k, v in changes.items()}))
 
 
 def app_settings(path):
-    return settings_of(tomllib.loads(path.read_text())["tool"]["flwr"]["app"]["config"])
+    return parse_run_config(tomllib.loads(path.read_text())["tool"]["flwr"]["app"]["config"])
 
 
 def refused(*arguments):
@@ -72,12 +80,12 @@ def test_budgets_are_dealt_in_turn_and_data_one_to_each(tmp_path):
     for path in paths:
         path.mkdir()
     limits = "params=1000 macs=20000"
-    assert node_configs(3, f"0.5, {limits}", [str(path) for path in paths]) == [
+    assert make_node_configs(3, f"0.5, {limits}", [str(path) for path in paths]) == [
         {"partition-id": 0, "data": str(paths[0]), "budget": 0.5},
         {"partition-id": 1, "data": str(paths[1]), "budget": limits},
         {"partition-id": 2, "data": str(paths[2]), "budget": 0.5},
     ]
-    assert node_configs(2) == [{"partition-id": 0}, {"partition-id": 1}]
+    assert make_node_configs(2) == [{"partition-id": 0}, {"partition-id": 1}]
 
 
 @pytest.mark.parametrize(
@@ -111,71 +119,73 @@ def test_without_flower_the_extra_is_named(tmp_path, monkeypatch):
 
 
 def test_a_federation_is_a_folder_where_one_runs_or_a_name(tmp_path):
-    assert place_of("mine") == Place(Connection("mine"))
+    assert find_federation("mine") == RunningFederation(SuperLinkConnection("mine"))
     with pytest.raises(ConfigError, match="fedquilt up --out"):
-        place_of(str(tmp_path))
+        find_federation(str(tmp_path))
     with pytest.raises(ConfigError, match="fedquilt up"):
-        place_of(str(tmp_path / "none"))
+        find_federation(str(tmp_path / "none"))
     (tmp_path / "federation.json").write_text(
         json.dumps({"port": 1, "is_insecure": True, "nodes": []})
     )
-    with pytest.raises(ConfigError, match="no federation runs"):  # it did, and was killed
-        place_of(str(tmp_path))
+    with pytest.raises(ConfigError, match="no federation is running"):  # it did, and was killed
+        find_federation(str(tmp_path))
 
 
 def test_paths_hold_wherever_they_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "digits").mkdir()  # a known set is no path, whatever there is here
     (tmp_path / "own").mkdir()
-    mine = Place(Connection("mine"))
-    sent = spelled_out(
+    mine = RunningFederation(SuperLinkConnection("mine"))
+    sent = resolve_for_nodes(
         settings(data__source="own", model__name="m.py:net", model__weights="w.pt"), mine
     )
     assert sent.data.source == str(tmp_path / "own")
     assert sent.model.name == f"{tmp_path / 'm.py'}:net"
     assert sent.model.weights == str(tmp_path / "w.pt")
-    assert spelled_out(settings(data__source="digits"), mine).data.source == "digits"
+    assert resolve_for_nodes(settings(data__source="digits"), mine).data.source == "digits"
 
 
 def test_clients_are_the_nodes_unless_somebody_says_how_many():
-    three = Place(Connection("mine"), tuple({"partition-id": i} for i in range(3)))
-    assert spelled_out(settings(), three).data.clients == 3
-    assert spelled_out(settings(data__clients=2), three).data.clients == 2
-    assert spelled_out(settings(), None).data.clients == 10
+    three = RunningFederation(
+        SuperLinkConnection("mine"), tuple({"partition-id": i} for i in range(3))
+    )
+    assert resolve_for_nodes(settings(), three).data.clients == 3
+    assert resolve_for_nodes(settings(data__clients=2), three).data.clients == 2
+    assert resolve_for_nodes(settings(), None).data.clients == 10
 
 
 def test_settings_are_those_of_a_local_run_unless_nodes_have_data_of_their_own():
     config = settings(data__clients=1)
-    assert spelled_out(config, None) == resolved(config, source_of(config))
+    assert resolve_for_nodes(config, None) == resolve_config(config, load_source(config))
     for node in ({"partition-id": 0, "data": "/somewhere"},), None:
-        sent = spelled_out(config, Place(Connection("mine"), node))
+        sent = resolve_for_nodes(config, RunningFederation(SuperLinkConnection("mine"), node))
         assert "num_classes" not in (sent.model.model_extra or {})
 
 
 def test_the_app_has_the_settings_and_only_its_own_lines_are_shown(seen, tmp_path):
-    config = spelled_out(settings(data__clients=2, method__name="nefl"), None)
-    place, lines = Place(Connection("mine"), ({"partition-id": 0},)), []
-    assert trained(config, tmp_path / "run", lines.append, place=place) is None
-    assert lines == ["a node takes no part", "round 1/1: loss 1"]
+    config = resolve_for_nodes(settings(data__clients=2, method__name="nefl"), None)
+    place, lines = RunningFederation(SuperLinkConnection("mine"), ({"partition-id": 0},)), []
+    assert train_on_flower(config, tmp_path / "run", lines.append, federation=place) is None
+    assert lines == ["a node was rejected"]
     sent = app_settings(seen)
     assert sent.flower.out == str(tmp_path / "run")
     assert not sent.flower.resume
     same = {"flower.out": None}
-    assert checked(override(sent.model_dump(), same)) == config
+    assert load_config(override_settings(sent.model_dump(), same)) == config
 
 
 def test_a_directory_that_holds_something_else_is_refused_before_anything_is_sent(seen, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").touch()
-    place = Place(Connection("mine"), ())
+    place = RunningFederation(SuperLinkConnection("mine"), ())
     with pytest.raises(CheckpointError, match="not empty"):
-        trained(settings(), tmp_path / "run", print, place=place)
+        train_on_flower(settings(), tmp_path / "run", print, federation=place)
     assert not seen.exists()
 
 
 def test_the_sample_app_is_for_the_federations_nodes(tmp_path):
     federation = Federation(tmp_path, [{"partition-id": i} for i in range(4)])
-    found = app_settings(sample_app(federation) / "pyproject.toml")
+    found = app_settings(write_sample_app(federation) / "pyproject.toml")
     assert found.data.clients == 4
     assert Path(found.flower.out).parent == tmp_path
 
@@ -194,18 +204,18 @@ def test_engines_that_make_no_sense_are_refused(arguments, words):
 
 @pytest.mark.parametrize(("name", "remedy"), [(None, "leave out --engine"), ("a1", "add --engine")])
 def test_a_resumed_run_keeps_its_engine(tmp_path, name, remedy):
-    (tmp_path / "config.toml").write_text(as_toml(settings(flower__name=name)))
+    (tmp_path / "config.toml").write_text(dump_toml(settings(flower__name=name)))
     other = ["--engine", "flower"] if name is None else []
     assert remedy in refused("train", "--resume", tmp_path, *other)
 
 
 def test_a_resumed_run_does_not_tell_the_server_which_code_to_run(tmp_path):
     """Unless the app that was sent names the same file: then its author did."""
-    from fedquilt.deploy.server import _resumed
+    from fedquilt.deploy.server_app import _restore_config
 
     name = f"{tmp_path}/theirs.py:net"
-    stored = checked({"model": {"name": name}, "flower": {"name": "abc"}})
-    (tmp_path / "config.toml").write_text(as_toml(stored))
+    stored = load_config({"model": {"name": name}, "flower": {"name": "abc"}})
+    (tmp_path / "config.toml").write_text(dump_toml(stored))
     with pytest.raises(ConfigError, match="names code as its model"):
-        _resumed(checked({}), tmp_path)
-    assert _resumed(checked({"model": {"name": name}}), tmp_path).model.name == name
+        _restore_config(load_config({}), tmp_path)
+    assert _restore_config(load_config({"model": {"name": name}}), tmp_path).model.name == name

@@ -5,12 +5,13 @@ Deployed: a SuperLink and three SuperNodes as processes, with TLS and authentica
 
 import pytest
 
-from fedquilt.config import checked, override, source_of
 from fedquilt.deploy.federation import Federation
-from fedquilt.deploy.launch import Place, spelled_out, trained
-from fedquilt.deploy.site import settings_of
-from fedquilt.runs.configured import ready
-from fedquilt.runs.loop import ignore
+from fedquilt.deploy.launch import RunningFederation, resolve_for_nodes, train_on_flower
+from fedquilt.deploy.node_context import parse_run_config
+from fedquilt.runs.from_config import plan_run
+from fedquilt.runs.plan import start_run
+from fedquilt.settings.load import load_config, override_settings
+from fedquilt.settings.resolve import load_source
 
 from .conftest import CLIENTS, SETTINGS
 from .test_engine import METHODS, records, same
@@ -24,30 +25,32 @@ def federation(tmp_path_factory):
     nodes = [{"partition-id": number} for number in range(CLIENTS)]
     with Federation(tmp_path_factory.mktemp("deployed"), nodes) as deployed:
         deployed.wait()
-        yield Place(deployed.connection, deployed.nodes)
+        yield RunningFederation(deployed.connection, deployed.nodes)
 
 
 @pytest.fixture(scope="module")
 def simulation(tmp_path_factory):
     with Federation(tmp_path_factory.mktemp("simulated"), simulation=True) as simulated:
-        yield Place(simulated.connection, ())
+        yield RunningFederation(simulated.connection, ())
 
 
 @pytest.mark.parametrize("method", PAPERS)
 def test_a_method_has_the_same_bits_on_every_engine(tmp_path, federation, simulation, method):
     named = {f"{name.replace('__', '.')}": value for name, value in METHODS[method].items()}
-    config = settings_of({**SETTINGS, "method.name": method, **named})
+    config = parse_run_config({**SETTINGS, "method.name": method, **named})
 
     def local(workers):
-        changed = checked(override(config.model_dump(), {"run.workers": workers}))
-        source, folder = source_of(changed), tmp_path / f"local-{workers}"
-        return ready(spelled_out(changed, None), source, folder, resume=False)(ignore)
+        changed = load_config(override_settings(config.model_dump(), {"run.workers": workers}))
+        source, folder = load_source(changed), tmp_path / f"local-{workers}"
+        return start_run(plan_run(resolve_for_nodes(changed, None), source, folder)).train()
 
     def flower(name, place):
         is_simulation, told = place is simulation, []
-        spelled = spelled_out(config, None if is_simulation else place)
+        spelled = resolve_for_nodes(config, None if is_simulation else place)
         folder = tmp_path / name
-        run = trained(spelled, folder, told.append, place=place, simulation=is_simulation)
+        run = train_on_flower(
+            spelled, folder, told.append, federation=place, simulation=is_simulation
+        )
         assert run is not None, told
         return run
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from fedquilt.engines import local
 from fedquilt.engines.local import LocalEngine
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.create import declare_structure
+from fedquilt.structure.structure import Structure
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
 
 @pytest.fixture
 def structure() -> Structure:
-    return Structure.declare(nn.Linear(3, 4), {"weight": ("h", None), "bias": ("h",)})
+    return declare_structure(nn.Linear(3, 4), {"weight": ("h", None), "bias": ("h",)})
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import torch
 from fedquilt.engines import worker
 from fedquilt.engines.local import LocalEngine
 from fedquilt.engines.worker import Timeouts
-from fedquilt.federation.client import Failure, Task, Update
+from fedquilt.federation.client import ClientResult, Failure, Task, Update
 from fedquilt.structure.subnet import Subnet
 
 PARAMS = {"weight": torch.arange(12.0).view(4, 3), "bias": torch.ones(4)}
@@ -39,23 +39,23 @@ class Drift:
     how: str = ""
     keeps: bool = False  # a count of its own, between rounds
 
-    def run(self, task, bench):
+    def run(self, task, context):
         if self.folder:
             attempt = self._attempt(task.client)
             if task.client == self.culprit and attempt <= self.times:
                 self._misbehave()
         generator = torch.Generator().manual_seed(task.seed)
-        module = bench.module(task.subnets[0], task.params)
+        module = context.module(task.subnets[0], task.params)
         tensors = {
             n: t.detach() + torch.randn(t.shape, generator=generator)
             for n, t in module.state_dict().items()
         }
-        metrics = {"pid": os.getpid()}
+        metrics, state = {"pid": os.getpid()}, None
         if self.keeps:
-            count = 1.0 if bench.kept is None else bench.kept["count"].item() + 1
-            bench.to_keep = {"count": torch.tensor(float("nan") if self.how == "nan" else count)}
+            count = context.client_state.get("count", torch.zeros(())).item() + 1
+            state = {"count": torch.tensor(float("nan") if self.how == "nan" else count)}
             metrics["count"] = count
-        return Update(task.client, task.subnets, (tensors,), 1.0, metrics)
+        return ClientResult(Update(task.client, task.subnets, (tensors,), 1.0, metrics), state)
 
     def _attempt(self, client):
         path = Path(self.folder) / f"attempts-{client}"
@@ -86,7 +86,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = WAIT) -> None:
 
 
 def tasks(recipe: Drift, count: int = 6) -> list[Task]:
-    narrow = Subnet.of({"h": [0, 2]})
+    narrow = Subnet.from_channels({"h": [0, 2]})
     return [
         Task(c, (narrow if c % 2 else Subnet(),), PARAMS, recipe, seed=40 + c) for c in range(count)
     ]
@@ -342,13 +342,13 @@ def test_what_clients_keep_has_versions_that_can_be_restored(engine, tmp_path, w
     def counts(count=3):
         return [u.metrics["count"] for u in made.run(tasks(recipe, count))]
 
-    assert (made.kept(), counts()) == ({}, [1, 1, 1])
-    early = dict(made.kept())
+    assert (made.client_versions(), counts()) == ({}, [1, 1, 1])
+    early = dict(made.client_versions())
     assert early == {0: 1, 1: 1, 2: 1}
     assert (counts(2), counts(2)) == ([2, 2], [3, 3])
-    late = dict(made.kept())
+    late = dict(made.client_versions())
     assert late == {0: 3, 1: 3, 2: 1}
-    made.forget_others(early, late)
+    made.remove_unused(early, late)
     assert len(list((tmp_path / "clients").iterdir())) == 5
     made.restore(early)
     assert counts() == [2, 2, 2]
@@ -367,7 +367,7 @@ def test_a_state_that_is_not_finite_is_not_kept(engine, workers):
     list(made.run(tasks(Drift(keeps=True, how="nan"), 1)))
     (update,) = made.run(tasks(Drift(keeps=True), 1))
     assert update.metrics["count"] == 2
-    assert made.kept() == {0: 2}
+    assert made.client_versions() == {0: 2}
 
 
 def test_a_state_is_not_advanced_by_a_round_that_nobody_finished(engine, tmp_path):
@@ -375,7 +375,7 @@ def test_a_state_is_not_advanced_by_a_round_that_nobody_finished(engine, tmp_pat
     results = made.run(tasks(Drift(keeps=True), 4))
     next(results)
     results.close()
-    assert made.kept() == {0: 1}
+    assert made.client_versions() == {0: 1}
     assert [u.metrics["count"] for u in made.run(tasks(Drift(keeps=True), 4))] == [2, 1, 1, 1]
 
 
@@ -449,7 +449,7 @@ def test_a_server_that_was_busy_or_stopped_itself_blames_no_worker(
 
 
 def test_long_messages_go_another_way_and_leave_no_files(engine, undisturbed, places, monkeypatch):
-    monkeypatch.setattr("fedquilt.engines.worker.LARGEST_MESSAGE", 100)
+    monkeypatch.setattr("fedquilt.engines.worker.MAX_MESSAGE_BYTES", 100)
     made = engine(2)
     assert bits(list(made.run(tasks(Drift())))) == undisturbed
     next(made.run(tasks(Drift())))

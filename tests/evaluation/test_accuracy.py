@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.data.examples import as_examples
+from fedquilt.data import to_examples
 from fedquilt.engines.local import LocalEngine
 from fedquilt.errors import ConfigError, TrainingError
-from fedquilt.evaluation.accuracy import accuracy_by_client, cost_of, evaluate
-from fedquilt.federation.client import SERVER, Client, Failure, seed_of
+from fedquilt.evaluation.accuracy import compute_ensemble_cost, evaluate, evaluate_by_client
+from fedquilt.federation.client import SERVER, Client, Failure, derive_seed
 from fedquilt.federation.state import Setup, State
-from fedquilt.structure.cut import build
+from fedquilt.structure.cut import build_module
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import named_tensors
+from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.attack import PGD
-from fedquilt.training.scaler import scaled
+from fedquilt.training.scaler import scale_outputs
 
 LABELS = ((0, 1), (2,), (0, 1, 2))
 
@@ -28,14 +28,14 @@ LABELS = ((0, 1), (2,), (0, 1, 2))
 def drawn(labels, count, seed):
     generator = torch.Generator().manual_seed(seed)
     y = torch.tensor([labels[i % len(labels)] for i in range(count)])
-    return as_examples((torch.randn(count, 4, generator=generator), y))
+    return to_examples((torch.randn(count, 4, generator=generator), y))
 
 
 @pytest.fixture(scope="module")
 def setup() -> Setup:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-    structure = fq.Structure.trace(net, torch.zeros(2, 4))
+    structure = fq.trace_structure(net, torch.zeros(2, 4))
     clients = tuple(Client(i, 8, labels) for i, labels in enumerate(LABELS))
     return Setup(net, structure, torch.zeros(2, 4), clients, 1, 0)
 
@@ -58,15 +58,15 @@ def state_of(setup: Setup) -> State:
 
 
 def logits(setup, width, examples):
-    small = build(setup.model, setup.structure, setup.structure.subnet(width)).eval()
-    with torch.no_grad(), scaled(small, setup.structure):  # as HeteroFL trains it
+    small = build_module(setup.model, setup.structure, setup.structure.subnet(width)).eval()
+    with torch.no_grad(), scale_outputs(small, setup.structure):  # as HeteroFL trains it
         return small(examples.inputs)
 
 
 def test_global_and_local_accuracy_are_the_papers(setup, data, engine):
     scores = evaluate(
         setup, fq.HeteroFL(), state_of(setup), engine,
-        held_out=True, testers=(0, 1, 2), widths=(1.0, 0.5),
+        has_server_test=True, testers=(0, 1, 2), widths=(1.0, 0.5),
     )  # fmt: skip
     for score in scores:
         server = data["test"][SERVER]
@@ -89,7 +89,7 @@ def test_global_and_local_accuracy_are_the_papers(setup, data, engine):
 def test_user_accuracy_counts_every_client_once_and_allows_every_class(setup, data, engine):
     scores = evaluate(
         setup, fq.HeteroFL(), state_of(setup), engine,
-        held_out=True, testers=(0, 1, 2), widths=(1.0, 0.5),
+        has_server_test=True, testers=(0, 1, 2), widths=(1.0, 0.5),
     )  # fmt: skip
     for score in scores:
         shares = []
@@ -108,7 +108,7 @@ def test_user_accuracy_in_each_domain_is_the_mean_over_its_clients(setup, data, 
         clients = tuple(replace(c, group=g) for c, g in zip(setup.clients, groups, strict=True))
         return evaluate(
             replace(setup, clients=clients), fq.HeteroFL(), state_of(setup), engine,
-            held_out=True, testers=(0, 1, 2), widths=(1.0, 0.5),
+            has_server_test=True, testers=(0, 1, 2), widths=(1.0, 0.5),
         )  # fmt: skip
 
     for score in found("sea", "land", "sea"):
@@ -124,7 +124,7 @@ def test_user_accuracy_in_each_domain_is_the_mean_over_its_clients(setup, data, 
 
 
 def test_each_clients_accuracy_is_that_of_the_largest_net(setup, data, engine):
-    found = accuracy_by_client(
+    found = evaluate_by_client(
         setup, fq.HeteroFL(widths=(0.5, 1.0)), state_of(setup), engine, (0, 2)
     )
     assert set(found) == {0, 2}
@@ -136,27 +136,31 @@ def test_each_clients_accuracy_is_that_of_the_largest_net(setup, data, engine):
 
 def test_what_nobody_has_data_for_has_no_score(setup, engine):
     state, method = state_of(setup), fq.HeteroFL()
-    (nothing,) = evaluate(setup, method, state, engine, held_out=False, testers=(), widths=(1.0,))
+    (nothing,) = evaluate(
+        setup, method, state, engine, has_server_test=False, testers=(), widths=(1.0,)
+    )
     assert (nothing.accuracy, nothing.local_accuracy, nothing.loss) == (None, None, None)
-    (local,) = evaluate(setup, method, state, engine, held_out=False, testers=(1,), widths=(1.0,))
+    (local,) = evaluate(
+        setup, method, state, engine, has_server_test=False, testers=(1,), widths=(1.0,)
+    )
     assert local.accuracy is None
     assert local.local_accuracy is not None
     assert local.num_examples == 7
 
 
 def test_personal_models_are_scored_one_by_one(setup, data, engine):
-    method = fq.standalone(fq.Optimiser(lr=0.5, epochs=2, batch_size=4))
+    method = fq.standalone(fq.LocalTraining(lr=0.5, epochs=2, batch_size=4))
     state = replace(method.start(setup), phase="train")
     updates = list(engine.run(method.plan(setup, state, setup.clients)))
     assert not any(isinstance(u, Failure) for u in updates)
-    (score,) = evaluate(setup, method, state, engine, held_out=True, testers=(0, 1, 2))
+    (score,) = evaluate(setup, method, state, engine, has_server_test=True, testers=(0, 1, 2))
     from safetensors.torch import load_file
 
     hits = 0
     server = data["test"][SERVER]
     for client in setup.clients:
-        small = build(setup.model, setup.structure, setup.structure.subnet(1.0))
-        small.load_state_dict(load_file(engine._states.current(client.id)))
+        small = build_module(setup.model, setup.structure, setup.structure.subnet(1.0))
+        small.load_state_dict(load_file(engine._states.current_path(client.id)))
         with torch.no_grad():
             hits += (small(server.inputs).argmax(1) == server.labels).sum().item()
     assert score.accuracy == pytest.approx(hits / (3 * 29))
@@ -166,9 +170,9 @@ def test_evaluation_changes_nothing(setup, engine):
     state = state_of(setup)
     method = fq.lg_fedavg(shared=("2.*",))
     before = {n: t.clone() for n, t in state.params.items()}
-    evaluate(setup, method, state, engine, held_out=True, testers=(0, 1, 2))
+    evaluate(setup, method, state, engine, has_server_test=True, testers=(0, 1, 2))
     assert all(t.equal(before[n]) for n, t in state.params.items())
-    assert engine.kept() == {}
+    assert engine.client_versions() == {}
 
 
 def test_a_model_that_diverged_has_no_loss_but_an_accuracy(setup, engine):
@@ -176,7 +180,7 @@ def test_a_model_that_diverged_has_no_loss_but_an_accuracy(setup, engine):
     broken = {**state.params, "2.bias": torch.tensor([float("inf"), 0.0, 0.0])}
     (score,) = evaluate(
         setup, fq.HeteroFL(), replace(state, params=broken), engine,
-        held_out=True, testers=(), widths=(1.0,),
+        has_server_test=True, testers=(), widths=(1.0,),
     )  # fmt: skip
     assert score.loss is None
     assert 0 <= score.accuracy <= 1
@@ -185,7 +189,7 @@ def test_a_model_that_diverged_has_no_loss_but_an_accuracy(setup, engine):
 def test_held_out_data_that_cannot_be_evaluated_are_an_error(setup, engine):
     broken = replace(state_of(setup), params={})
     with pytest.raises(TrainingError, match="held-out data could not be evaluated"):
-        evaluate(setup, fq.HeteroFL(), broken, engine, held_out=True, testers=())
+        evaluate(setup, fq.HeteroFL(), broken, engine, has_server_test=True, testers=())
 
 
 def test_a_client_that_fails_is_left_out(setup, engine):
@@ -194,7 +198,7 @@ def test_a_client_that_fails_is_left_out(setup, engine):
 
     def scores(where, testers):
         return evaluate(
-            where, fq.HeteroFL(), state_of(setup), engine, held_out=False, testers=testers
+            where, fq.HeteroFL(), state_of(setup), engine, has_server_test=False, testers=testers
         )
 
     assert scores(stranger, (*known, 99)) == scores(setup, known)
@@ -221,9 +225,9 @@ class Robust:
         torch.manual_seed(0)
         net, example = Tiny(), torch.zeros(2, 1, 5, 5)
         clients = tuple(Client(i, 8, labels) for i, labels in enumerate(LABELS))
-        whole = Setup(net, fq.Structure.trace(net, example), example, clients, 1, 0)
+        whole = Setup(net, fq.trace_structure(net, example), example, clients, 1, 0)
         self.method = fq.SplitMix(base=0.25, robust=True)
-        self.setup = self.method.prepared(whole)
+        self.setup = self.method.prepare_model(whole)
         params = self.method.start(self.setup).params
         self.params = {
             n: t + 0.5 * torch.rand(t.shape) if t.is_floating_point() else t
@@ -246,16 +250,16 @@ class Robust:
     def images(count: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
         x = torch.rand(count, 1, 5, 5, generator=generator)
-        return as_examples((x, torch.randint(3, (count,), generator=generator)))
+        return to_examples((x, torch.randint(3, (count,), generator=generator)))
 
     def logits(self, mix, x: Tensor, dial: float) -> Tensor:
         """Eq. 2 inside every base, then the mean of the first bases' logits."""
         found = []
         for i in mix:
-            net = build(
+            net = build_module(
                 self.setup.model,
                 self.setup.structure,
-                Subnet().owning(str(i), "*"),
+                Subnet().with_private(str(i), "*"),
                 self.params,
             ).eval()
             y = net.conv(x)
@@ -268,7 +272,7 @@ class Robust:
         with LocalEngine(self.setup.model, self.setup.structure, self.data, workers=0) as engine:
             return evaluate(
                 self.setup, self.method, state, engine,
-                held_out=True, testers=(0, 1, 2), **asked,
+                has_server_test=True, testers=(0, 1, 2), **asked,
             )  # fmt: skip
 
 
@@ -285,7 +289,7 @@ def test_every_size_is_scored_at_every_point_of_the_dial(robust):
     scores = robust.scores(widths=(1.0, 0.5, 0.25), robustness=(0.0, 0.4, 1.0))
     points = [(dial, width) for dial in (0.0, 0.4, 1.0) for width in (1.0, 0.5, 0.25)]
     assert [(s.robustness, s.width) for s in scores] == points
-    one = cost_of(robust.setup, [Subnet()])
+    one = compute_ensemble_cost(robust.setup, [Subnet()])
     for score in scores:
         bases = range(int(score.width / 0.25))
         with torch.no_grad():
@@ -323,7 +327,7 @@ def test_robust_accuracy_is_each_clients_under_attack_averaged_over_clients(robu
     shares: dict[float, list[float]] = {1.0: [], 0.25: []}
     for client in range(3):
         test = robust.data["test"][client]
-        generator = torch.Generator().manual_seed(seed_of(0, client))
+        generator = torch.Generator().manual_seed(derive_seed(0, client))
         for width, found in shares.items():
 
             def model(x, width=width):
@@ -342,34 +346,36 @@ def test_a_dial_that_is_not_there_cannot_be_turned(setup, engine):
     with pytest.raises(ConfigError, match=r"no robustness to choose.*method\.robust"):
         evaluate(
             setup, fq.HeteroFL(), state_of(setup), engine,
-            held_out=True, testers=(), robustness=(0.5,),
+            has_server_test=True, testers=(), robustness=(0.5,),
         )  # fmt: skip
 
 
 def tagged(setup, held_out, scale=1.0):
     """The score of a net that answers at every position."""
     net = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3))
-    structure = fq.Structure.trace(net, torch.zeros(2, 5, dtype=torch.int64))
+    structure = fq.trace_structure(net, torch.zeros(2, 5, dtype=torch.int64))
     texts = Setup(net, structure, torch.zeros(2, 5, dtype=torch.int64), (), 1, 0)
     params = {n: scale * t.detach() for n, t in named_tensors(net).items()}
     with LocalEngine(net, structure, {"test": {SERVER: held_out}}, workers=0) as engine:
         method = fq.FedAvg()
-        (score,) = evaluate(texts, method, State(1, "", params), engine, held_out=True, testers=())
+        (score,) = evaluate(
+            texts, method, State(1, "", params), engine, has_server_test=True, testers=()
+        )
     return score, params
 
 
 def test_perplexity_is_told_where_examples_have_several_targets(setup, engine):
     tokens = torch.arange(35).view(7, 5) % 3
-    score, params = tagged(setup, as_examples((tokens, tokens.flip(1))))
+    score, params = tagged(setup, to_examples((tokens, tokens.flip(1))))
     logits = F.linear(params["0.weight"][tokens], params["1.weight"], params["1.bias"])
     loss = F.cross_entropy(logits.flatten(0, 1), tokens.flip(1).flatten())
     assert score.num_examples == 35
     assert score.loss == pytest.approx(loss.item())
     assert score.perplexity == pytest.approx(loss.exp().item())
     assert score.accuracy == pytest.approx(share(logits.flatten(0, 1), tokens.flip(1).flatten()))
-    lost, _ = tagged(setup, as_examples((tokens, tokens.flip(1))), scale=1e4)
+    lost, _ = tagged(setup, to_examples((tokens, tokens.flip(1))), scale=1e4)
     assert lost.loss > 1000
     assert lost.perplexity is None  # not a number that a file could hold
-    asked = {"held_out": True, "testers": (0, 1, 2)}
+    asked = {"has_server_test": True, "testers": (0, 1, 2)}
     scores = evaluate(setup, fq.FedAvg(), state_of(setup), engine, **asked)
     assert [s.perplexity for s in scores] == [None]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fedquilt.evaluation.accuracy import SizeScore
-from fedquilt.evaluation.summary import Summary, common_score, main_accuracy, summarize
+from fedquilt.evaluation.summary import Summary, find_common_score, get_main_accuracy, summarize
 
 SCORE = SizeScore(1.0, 10, 20, 0.9, 0.8, 0.1, 100, user_accuracy=0.7)
 SMALL = replace(SCORE, width=0.5, accuracy=0.5, local_accuracy=0.3, user_accuracy=0.6)
@@ -37,8 +37,15 @@ def test_a_dial_is_summed_up_at_its_first_point():
 
 
 def test_one_score_alone_shows_what_it_has():
-    assert main_accuracy(SCORE) == 0.9
-    assert main_accuracy(without(SCORE, "accuracy")) == 0.7
-    assert main_accuracy(without(SCORE, "accuracy", "user_accuracy")) == 0.8
-    assert main_accuracy(without(SCORE, "accuracy", "user_accuracy", "local_accuracy")) is None
-    assert common_score([]) is None
+    assert get_main_accuracy(SCORE) == 0.9
+    assert get_main_accuracy(without(SCORE, "accuracy")) == 0.7
+    assert get_main_accuracy(without(SCORE, "accuracy", "user_accuracy")) == 0.8
+    assert get_main_accuracy(without(SCORE, "accuracy", "user_accuracy", "local_accuracy")) is None
+    assert find_common_score([]) is None
+
+
+def test_a_score_shows_the_fields_that_have_a_value():
+    assert repr(SCORE) == (
+        "SizeScore(width=1.0, params=10, macs=20, accuracy=0.9, local_accuracy=0.8, loss=0.1, "
+        "num_examples=100, user_accuracy=0.7, batch_statistics=False)"
+    )

@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt.errors import ConfigError
-from fedquilt.evaluation.targets import Reached, against, reached, rounds_to
+from fedquilt.evaluation.targets import (
+    TargetResult,
+    compute_speed_ups,
+    count_rounds_to,
+    find_reached_targets,
+)
 
 ACCURACIES = st.none() | st.integers(0, 20).map(lambda hits: hits / 20)
 
@@ -15,7 +20,7 @@ ACCURACIES = st.none() | st.integers(0, 20).map(lambda hits: hits / 20)
 @given(st.lists(ACCURACIES, max_size=8), st.integers(1, 20))
 def test_a_target_is_reached_when_it_is_reached_first(accuracies, hits):
     curve = [(10 * (number + 1), accuracy) for number, accuracy in enumerate(accuracies)]
-    found = rounds_to(hits / 20, curve)
+    found = count_rounds_to(hits / 20, curve)
     for round, accuracy in curve:
         is_there = accuracy is not None and accuracy >= hits / 20
         if found is None or round < found:
@@ -26,16 +31,16 @@ def test_a_target_is_reached_when_it_is_reached_first(accuracies, hits):
 
 
 def test_global_and_local_rounds_are_counted_apart():
-    found = reached([0.4, 0.5], [(2, 0.45), (4, 0.5)], [(1, 0.3), (2, None), (3, 0.4)])
-    assert found == [Reached(0.4, 2, 3), Reached(0.5, 4, None)]
-    assert reached([], [(1, 0.5)]) == []
+    found = find_reached_targets([0.4, 0.5], [(2, 0.45), (4, 0.5)], [(1, 0.3), (2, None), (3, 0.4)])
+    assert found == [TargetResult(0.4, 2, 3), TargetResult(0.5, 4, None)]
+    assert find_reached_targets([], [(1, 0.5)]) == []
 
 
 def test_speed_ups_are_those_of_table_4():
     """Shakespeare: 41, 78 and 155 rounds of FedAvg; 54 of STC, 53 of ADDS, never."""
-    first = [Reached(0.4, 41, 10), Reached(0.45, 78, None), Reached(0.5, 155)]
-    other = [Reached(0.4, 54, 20), Reached(0.45, 53, 7), Reached(0.5, None)]
-    found = against(first, other)
+    first = [TargetResult(0.4, 41, 10), TargetResult(0.45, 78, None), TargetResult(0.5, 155)]
+    other = [TargetResult(0.4, 54, 20), TargetResult(0.45, 53, 7), TargetResult(0.5, None)]
+    found = compute_speed_ups(first, other)
     assert [None if r.speed_up is None else round(r.speed_up, 2) for r in found] == [
         0.76, 1.47, None,
     ]  # fmt: skip
@@ -48,4 +53,4 @@ def test_speed_ups_are_those_of_table_4():
 @pytest.mark.parametrize("target", [0.0, -0.1, 1.5, 40.0, float("nan")])
 def test_a_target_is_an_accuracy(target):
     with pytest.raises(ConfigError, match=r"in \(0, 1\], got .*; write 40 % as 0.4"):
-        reached([target], [])
+        find_reached_targets([target], [])

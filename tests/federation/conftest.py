@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from fedquilt.federation.state import State
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.create import declare_structure
+from fedquilt.structure.structure import Structure
 
 
 class Table(nn.Module):
@@ -36,7 +37,7 @@ AXES = {
 
 @pytest.fixture(scope="session")
 def structure() -> Structure:
-    return Structure.declare(Table(), AXES)
+    return declare_structure(Table(), AXES)
 
 
 @pytest.fixture

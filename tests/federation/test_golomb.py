@@ -14,9 +14,9 @@ from fedquilt.federation.golomb import (
     HEADER,
     Ternary,
     bits_per_position,
-    decoded,
-    encoded,
-    most_entries,
+    decode,
+    encode,
+    max_entries,
     remainder_bits,
 )
 
@@ -64,14 +64,14 @@ def vectors(draw):
 @given(vectors())
 def test_codes_are_the_words_of_the_paper_and_read_back(drawn):
     ternary, size, sparsity = drawn
-    code = encoded(ternary, size, sparsity)
+    code = encode(ternary, size, sparsity)
     b = remainder_bits(max(sparsity, 1 / size))
     found = words(ternary.positions.tolist(), b)
     assert read_words("".join(q + r for q, r in found), b) == ternary.positions.tolist()
     signs = "".join("1" if negative else "0" for negative in ternary.is_negative)
     expected = "".join(q for q, _ in found) + "".join(r for _, r in found) + signs
     assert bits_of(code) == expected.ljust(-(-len(expected) // 8) * 8, "0")
-    again = decoded(code, size, sparsity)
+    again = decode(code, size, sparsity)
     assert again.positions.tolist() == ternary.positions.tolist()
     assert again.is_negative.tolist() == ternary.is_negative.tolist()
     assert again.magnitude == ternary.magnitude
@@ -81,7 +81,7 @@ def test_codes_are_the_words_of_the_paper_and_read_back(drawn):
 def test_a_code_by_hand():
     ternary = Ternary(np.array([2, 3, 13]), np.array([False, True, True]), np.float32(1.5))
     # p = 0.3: b = 1. Gaps - 1 are 2, 0, 9 = 2 * (1, 0, 4) + (0, 0, 1)
-    code = encoded(ternary, 20, 0.3)
+    code = encode(ternary, 20, 0.3)
     assert code[:8].tobytes() == b"\x03\0\0\0" + np.float32(1.5).tobytes()
     assert bits_of(code) == "10" + "0" + "11110" + "001" + "011" + "00"
 
@@ -100,9 +100,9 @@ def test_no_other_number_of_bits_is_shorter_on_average(sparsity):
 @pytest.mark.parametrize("sparsity", [1 / 400, 1 / 100, 1 / 25, 1 / 20])
 def test_codes_are_as_long_as_the_formula_says(sparsity):
     draw, size = np.random.default_rng(0), 2_000_000
-    count = most_entries(size, sparsity)
+    count = max_entries(size, sparsity)
     positions = np.sort(draw.choice(size, count, replace=False))
-    code = encoded(Ternary(positions, draw.random(count) < 0.5, np.float32(1)), size, sparsity)
+    code = encode(Ternary(positions, draw.random(count) < 0.5, np.float32(1)), size, sparsity)
     per_position = (8 * (len(code) - HEADER.itemsize) - count) / count
     assert per_position == pytest.approx(bits_per_position(sparsity), rel=0.01)
 
@@ -110,31 +110,31 @@ def test_codes_are_as_long_as_the_formula_says(sparsity):
 @given(vectors(), st.data())
 def test_a_code_that_is_cut_or_longer_is_refused(drawn, data):
     ternary, size, sparsity = drawn
-    code = encoded(ternary, size, sparsity)
+    code = encode(ternary, size, sparsity)
     shorter = code[: data.draw(st.integers(0, len(code) - 1))]
     with pytest.raises(ValueError, match="too short"):
-        decoded(shorter, size, sparsity)
+        decode(shorter, size, sparsity)
     behind = np.full(data.draw(st.integers(1, 5)), data.draw(st.sampled_from([0, 255])), np.uint8)
     with pytest.raises(ValueError, match="too long"):
-        decoded(np.concatenate([code, behind]), size, sparsity)
+        decode(np.concatenate([code, behind]), size, sparsity)
 
 
 @given(vectors(), st.binary(max_size=60), st.integers(0, 500))
 def test_what_is_read_from_any_bytes_is_what_they_are_the_code_of(drawn, noise, place):
     ternary, size, sparsity = drawn
-    code = encoded(ternary, size, sparsity)
+    code = encode(ternary, size, sparsity)
     damaged = code.copy()
     damaged[place % len(code)] ^= 1 + place % 255
     for some in (damaged, np.frombuffer(noise, np.uint8)):
         try:
-            found = decoded(some, size, sparsity)
+            found = decode(some, size, sparsity)
         except ValueError:
             continue
-        assert len(found.positions) <= most_entries(size, sparsity)
+        assert len(found.positions) <= max_entries(size, sparsity)
         assert (np.diff(found.positions) > 0).all()
         assert all(0 <= position < size for position in found.positions)
         assert np.isfinite(found.magnitude)
-        assert encoded(found, size, sparsity).tobytes() == some.tobytes()
+        assert encode(found, size, sparsity).tobytes() == some.tobytes()
 
 
 def header(count, magnitude):
@@ -159,7 +159,7 @@ def test_a_code_that_is_none_is_refused_and_takes_no_memory(code, message):
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=message):
-            decoded(code, 1000, 0.01)
+            decode(code, 1000, 0.01)
         assert tracemalloc.get_traced_memory()[1] < 50_000
     finally:
         tracemalloc.stop()
@@ -168,6 +168,6 @@ def test_a_code_that_is_none_is_refused_and_takes_no_memory(code, message):
 def test_a_vector_without_entries_has_a_code():
     empty = Ternary(np.zeros(0, np.int64), np.zeros(0, bool), np.float32(0))
     for size in (0, 1, 100):
-        code = encoded(empty, size, 0.01)
+        code = encode(empty, size, 0.01)
         assert len(code) == HEADER.itemsize
-        assert len(decoded(code, size, 0.01).positions) == 0
+        assert len(decode(code, size, 0.01).positions) == 0

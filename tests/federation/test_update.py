@@ -7,31 +7,31 @@ import torch
 
 from fedquilt.errors import UpdateError
 from fedquilt.federation.client import Update
-from fedquilt.federation.update import MOST_VALUE, accept
-from fedquilt.structure.cut import take
+from fedquilt.federation.update import MAX_VALUE, validate_update
+from fedquilt.structure.cut import copy_subnet_tensors
 from fedquilt.structure.subnet import Subnet
 
-NARROW = Subnet.of({"h": [0, 3], "y": [1]}).leaving("b")
+NARROW = Subnet.from_channels({"h": [0, 3], "y": [1]}).excluding("b")
 
 
 def good(params, structure, subnet=NARROW, weight=1.0) -> Update:
-    return Update(4, (subnet,), (take(params, structure, subnet),), weight, {})
+    return Update(4, (subnet,), (copy_subnet_tensors(params, structure, subnet),), weight, {})
 
 
 def test_what_was_asked_for_is_accepted_as_it_is(params, structure):
-    for subnet in (NARROW, Subnet(), NARROW.owning("x", "a"), Subnet(without=("*",))):
+    for subnet in (NARROW, Subnet(), NARROW.with_private("x", "a"), Subnet(excluded=("*",))):
         update = good(params, structure, subnet, weight=0.0)
-        assert accept(update, structure, params) is update
+        assert validate_update(update, structure, params) is update
 
 
 def test_values_are_refused_of_which_a_sum_may_overflow_and_no_others(params, structure):
     update = good(params, structure)
-    update.params[0]["a"].fill_(-MOST_VALUE)
-    assert update.params[0]["a"].norm() > MOST_VALUE
-    assert accept(update, structure, params) is update
-    update.params[0]["a"][1, 2] = 2 * MOST_VALUE
+    update.params[0]["a"].fill_(-MAX_VALUE)
+    assert update.params[0]["a"].norm() > MAX_VALUE
+    assert validate_update(update, structure, params) is update
+    update.params[0]["a"][1, 2] = 2 * MAX_VALUE
     with pytest.raises(UpdateError, match=r"client 4 sent 'a' with values up to 2e\+18"):
-        accept(update, structure, params)
+        validate_update(update, structure, params)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -39,20 +39,20 @@ def test_one_value_that_is_not_finite_is_enough(params, structure, value):
     update = good(params, structure)
     update.params[0]["a"][1, 2] = value
     with pytest.raises(UpdateError, match="client 4 sent 'a' with values that are not finite"):
-        accept(update, structure, params)
+        validate_update(update, structure, params)
 
 
 def test_infinities_that_cancel_are_seen(params, structure):
     update = good(params, structure)
     update.params[0]["a"][0, :2] = torch.tensor([float("inf"), float("-inf")])
     with pytest.raises(UpdateError, match="not finite"):
-        accept(update, structure, params)
+        validate_update(update, structure, params)
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
 def test_weights_are_finite_and_not_negative(params, structure, weight):
     with pytest.raises(UpdateError, match="client 4 sent the weight"):
-        accept(good(params, structure, weight=weight), structure, params)
+        validate_update(good(params, structure, weight=weight), structure, params)
 
 
 def changed(update: Update, **tensors) -> Update:
@@ -73,22 +73,23 @@ def test_names_shapes_and_types_are_the_subnets(params, structure):
         (changed(update, a=torch.zeros(2, 3, dtype=torch.float64)), "'a' as torch.float64"),
     ):
         with pytest.raises(UpdateError, match=f"client 4 .*{said}"):
-            accept(bad, structure, params)
+            validate_update(bad, structure, params)
 
 
 @pytest.mark.parametrize(
-    "subnet", [Subnet.of({"z": [0]}), Subnet((("h", 0),)), Subnet.of({"h": [5]})]
+    "subnet",
+    [Subnet.from_channels({"z": [0]}), Subnet((("h", 0),)), Subnet.from_channels({"h": [5]})],
 )
 def test_a_subnet_that_does_not_fit_is_refused(params, structure, subnet):
     update = Update(4, (subnet,), (dict(params),), 1.0, {})
     with pytest.raises(UpdateError, match="client 4 sent a subnet that does not fit"):
-        accept(update, structure, params)
+        validate_update(update, structure, params)
 
 
 def test_every_subnet_needs_its_tensors(params, structure):
-    update = Update(4, (NARROW, NARROW), (take(params, structure, NARROW),), 1.0, {})
+    update = Update(4, (NARROW, NARROW), (copy_subnet_tensors(params, structure, NARROW),), 1.0, {})
     with pytest.raises(UpdateError, match="1 sets of tensors for 2 subnets"):
-        accept(update, structure, params)
+        validate_update(update, structure, params)
 
 
 def owned(params, *owners) -> dict:
@@ -96,47 +97,49 @@ def owned(params, *owners) -> dict:
     return {f"{n}@{owner}": t for owner in owners for n, t in params.items()}
 
 
-BASES = tuple(Subnet().owning(owner, "*") for owner in ("0", "1", "2"))
+BASES = tuple(Subnet().with_private(owner, "*") for owner in ("0", "1", "2"))
 
 
 def several(params, structure) -> Update:
-    parts = tuple(take(owned(params, "0", "1", "2"), structure, base) for base in BASES)
+    parts = tuple(
+        copy_subnet_tensors(owned(params, "0", "1", "2"), structure, base) for base in BASES
+    )
     return Update(4, BASES, parts, 1.0, {})
 
 
 def test_every_one_of_several_subnets_is_looked_at(params, structure):
     given = owned(params, "0", "1", "2")
     update = several(params, structure)
-    assert accept(update, structure, given) is update
+    assert validate_update(update, structure, given) is update
     for number in range(3):
         bad = several(params, structure)
         bad.params[number]["a"][1, 2] = float("nan")
         with pytest.raises(UpdateError, match="client 4 sent 'a' with values that are not finite"):
-            accept(bad, structure, given)
+            validate_update(bad, structure, given)
         bad = several(params, structure)
         del bad.params[number]["free"]
         with pytest.raises(UpdateError, match="differ in: free"):
-            accept(bad, structure, given)
+            validate_update(bad, structure, given)
         bad = several(params, structure)
         bad.params[number]["a"] = bad.params[number]["a"].double()
         with pytest.raises(UpdateError, match=r"'a' as torch\.float64, the model has"):
-            accept(bad, structure, given)
+            validate_update(bad, structure, given)
 
 
-@pytest.mark.parametrize("subnet", [Subnet(), Subnet().owning("3", "*")])
+@pytest.mark.parametrize("subnet", [Subnet(), Subnet().with_private("3", "*")])
 def test_tensors_of_an_owner_that_is_not_there_are_refused(params, structure, subnet):
     """Where nothing is shared there is nothing that a new owner could start from."""
     update = Update(4, (subnet,), (dict(params),), 1.0, {})
     with pytest.raises(
         UpdateError, match=f"sent 'a' of '{subnet.owner}', which is not in the model"
     ):
-        accept(update, structure, owned(params, "0", "1", "2"))
+        validate_update(update, structure, owned(params, "0", "1", "2"))
 
 
 def test_an_owners_first_tensors_are_checked_against_the_shared_ones(params, structure):
-    subnet = Subnet().owning("new", "a")
+    subnet = Subnet().with_private("new", "a")
     update = good(params, structure, subnet)
-    assert accept(update, structure, params) is update
+    assert validate_update(update, structure, params) is update
     wrong = changed(update, a=update.params[0]["a"].double())
     with pytest.raises(UpdateError, match=r"'a' as torch\.float64"):
-        accept(wrong, structure, params)
+        validate_update(wrong, structure, params)

@@ -12,45 +12,50 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.data.examples import as_examples
+from fedquilt.data import to_examples
 from fedquilt.data.population import Population
 from fedquilt.engines.engine import Engine
 from fedquilt.engines.local import LocalEngine
+from fedquilt.federation.aggregation import AggregationPipeline
 from fedquilt.federation.client import SERVER, Client, Failure, Task, Update
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.method import Method
-from fedquilt.runs.loop import Event, Loop, Pace, RoundDone
+from fedquilt.runs.directory import RunDirectory
+from fedquilt.runs.events import Event, RoundDone
+from fedquilt.runs.loop import TrainingLoop
+from fedquilt.runs.policies import Cadence
 from fedquilt.structure.budget import Budget
 
 NUM_CLASSES, HIDDEN = 4, (8, 12)
-OPTIMISER = fq.Optimiser(lr=0.05, epochs=1, batch_size=4)
+OPTIMISER = fq.LocalTraining(lr=0.05, epochs=1, batch_size=4)
 WIDTHS = (1.0, 0.5, 0.5, 0.25, 0.25)
 EXAMPLES = (8, 9, 6, 10, 5)
 LABELS = ((0, 1, 2, 3), (0, 1), (1, 2), (0, 3), (1,))
 
 EXITS = ("features.0", "features.2", "features.3")
 METHODS: dict[str, Method] = {
-    "adds": fq.ADDS(OPTIMISER, fraction=0.8, share=0.7, share_lr=0.1, persistent=True),
+    "adds": fq.ADDS(OPTIMISER, fraction=0.8, keep_fraction=0.7, keep_lr=0.1, persistent=True),
     "adds anew": fq.ADDS(OPTIMISER, fraction=1.0, strength=0.1),
     "apfl": fq.APFL(OPTIMISER, fraction=0.8, warm_up=0.5, ratio=0.3, nets=3),
     "apfl inherit": fq.APFL(
         OPTIMISER, warm_up=0.5, ratio=0.3, by_group=True, inherit=True, whole=("features.0",)
     ),
     "centralised": fq.Centralised(OPTIMISER),
-    "depthfl": fq.DepthFL(OPTIMISER, fraction=0.8, at=EXITS),
-    "depthfl feddyn": fq.DepthFL(OPTIMISER, fraction=1.0, at=EXITS, feddyn=0.1),
-    "depthfl last": fq.DepthFL(OPTIMISER, fraction=1.0, at=EXITS, only_last=True),
+    "depthfl": fq.DepthFL(OPTIMISER, fraction=0.8, exit_modules=EXITS),
+    "depthfl feddyn": fq.DepthFL(OPTIMISER, fraction=1.0, exit_modules=EXITS, feddyn_alpha=0.1),
+    "depthfl last": fq.DepthFL(OPTIMISER, fraction=1.0, exit_modules=EXITS, only_last=True),
     "fedavg": fq.FedAvg(OPTIMISER, fraction=1.0, width=0.5),
     "feddrop": fq.FedDrop(OPTIMISER, fraction=0.8),
-    "feddrop each": fq.FedDrop(OPTIMISER, fraction=1.0, width=0.5, each=True, scaler=False),
+    "feddrop each": fq.FedDrop(OPTIMISER, fraction=1.0, width=0.5, per_client=True, scaler=False),
     "fedrolex": fq.FedRolex(OPTIMISER, fraction=0.8),
     "feduniform": fq.fed_uniform(OPTIMISER, fraction=0.8),
     "fjord": fq.FjORD(OPTIMISER, fraction=0.8),
-    "fjord plain": fq.FjORD(OPTIMISER, fraction=1.0, distil=False, own="norms"),
+    "fjord plain": fq.FjORD(OPTIMISER, fraction=1.0, distil=False, private_params="norms"),
     "heterofl": fq.HeteroFL(OPTIMISER, fraction=1.0),
     "heterofl dynamic": fq.HeteroFL(
         OPTIMISER, fraction=0.6, assignment="dynamic", widths=(0.25, 0.5, 1.0)
     ),
+    "heterofl fedadam": fq.HeteroFL(OPTIMISER, fraction=0.8, server_optimizer=fq.FedAdam(lr=0.02)),
     "lg-fedavg": fq.lg_fedavg(OPTIMISER, fraction=0.8, width=0.5),
     "standalone": fq.standalone(OPTIMISER, fraction=0.6, width=0.25),
     "fedavg-at": fq.fedavg_at(OPTIMISER, steps=2),
@@ -67,10 +72,10 @@ METHODS: dict[str, Method] = {
     "pfedme": fq.PFedMe(OPTIMISER, fraction=0.8, steps=2),
     "sheterofl": fq.SHeteroFL(OPTIMISER, fraction=0.8),
     "sheterofl tracked": fq.SHeteroFL(OPTIMISER, statistics="tracked"),
-    "splitmix": fq.SplitMix(OPTIMISER, fraction=0.6, base=0.25, together=False),
-    "splitmix together": fq.SplitMix(OPTIMISER, base=0.25, together=True, sort=True),
-    "splitmix post": fq.SplitMix(OPTIMISER, base=0.25, statistics="post", together=False),
-    "splitmix local": fq.SplitMix(OPTIMISER, base=0.25, statistics="local", together=False),
+    "splitmix": fq.SplitMix(OPTIMISER, fraction=0.6, base=0.25, stacked=False),
+    "splitmix together": fq.SplitMix(OPTIMISER, base=0.25, stacked=True, sort_bases=True),
+    "splitmix post": fq.SplitMix(OPTIMISER, base=0.25, statistics="post", stacked=False),
+    "splitmix local": fq.SplitMix(OPTIMISER, base=0.25, statistics="local", stacked=False),
     "splitmix robust": fq.SplitMix(OPTIMISER, base=0.25, robust=True, steps=2),
     "stc": fq.STC(OPTIMISER, fraction=0.8, sparsity_up=0.05, sparsity_down=0.1),
 }
@@ -110,7 +115,7 @@ def drawn(labels: tuple[int, ...], count: int, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 1, 6, 6, generator=generator)
     y = torch.tensor([labels[i % len(labels)] for i in range(count)])
-    return as_examples((torch.sigmoid(x + y.view(-1, 1, 1, 1) - 1.5), y))  # pixels
+    return to_examples((torch.sigmoid(x + y.view(-1, 1, 1, 1) - 1.5), y))  # pixels
 
 
 def population() -> Population:
@@ -150,7 +155,7 @@ class Case:
 
     def anew(self) -> Case:
         """The same case in another process, which knows nothing of this one."""
-        return replace(self, setup=self.method.prepared(self.given), answers={})
+        return replace(self, setup=self.method.prepare_model(self.given), answers={})
 
     def engine(self, workers: int = 0, folder: Path | None = None) -> LocalEngine:
         setup = self.setup
@@ -180,7 +185,8 @@ class Case:
     def updates(self, state: State, clients: Sequence[Client] | None = None) -> list[Update]:
         """What comes back, as it is merged."""
         came = self.done(self.tasks(state, clients))
-        return [self.method.opened(self.setup, state, update) for update in came]
+        decoder = self.aggregation(state).decoder
+        return [decoder.decode(self.setup, state, update) for update in came]
 
     def done(self, tasks: list[Task]) -> list[Update]:
         with self.engine() as engine:
@@ -188,14 +194,16 @@ class Case:
         assert all(isinstance(u, Update) for u in found), found
         return found
 
-    @property
-    def merges_changes(self) -> bool:
-        """Whether changes of weights are merged, of which the server may hold some back."""
-        return isinstance(self.method, fq.STC)
+    def aggregation(self, state: State) -> AggregationPipeline:
+        return self.method.aggregation(self.setup, state.phase)
+
+    def merges_changes(self, state: State) -> bool:
+        """Whether changes of weights are merged, not their values."""
+        return self.aggregation(state).aggregator.takes_changes
 
     def told(self, state: State, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What is merged for these tensors of a client: themselves, or how they have changed."""
-        if not self.merges_changes or state.phase != "train":
+        if not self.merges_changes(state):
             return tensors
         return {
             name: tensor - state.params[name] if tensor.is_floating_point() else tensor
@@ -210,7 +218,7 @@ class Case:
         engine: Engine,
         folder: Path | None = None,
         watch: Any = None,
-        pace: Pace | None = None,
+        cadence: Cadence | None = None,
         *,
         resume: bool = False,
     ) -> tuple[State, tuple[fq.SizeScore, ...], list[Event]]:
@@ -221,16 +229,16 @@ class Case:
             if watch is not None:
                 watch(event)
 
-        loop = Loop(
+        loop = TrainingLoop(
             self.setup,
             self.method,
             engine,
-            self.people.held_out,
+            self.people.has_server_test,
             self.people.testers,
-            folder,
+            None if folder is None else RunDirectory(folder),
             "tiny",
-            pace or Pace(),
-            note,
+            cadence or Cadence(),
+            [note],
         )
         return (*loop.run(resume=resume), events)
 
@@ -263,10 +271,10 @@ class Replaying:
         self.calls.append((list(tasks), answers[question]))
         yield from answers[question]
 
-    def kept(self) -> Mapping[int, int]:
+    def client_versions(self) -> Mapping[int, int]:
         return {}
 
-    def forget_others(self, *used: Mapping[int, int]) -> None:
+    def remove_unused(self, *used: Mapping[int, int]) -> None:
         pass
 
 
@@ -274,14 +282,14 @@ class Replaying:
 def setup() -> Setup:
     torch.manual_seed(0)
     model, example = Net(), torch.zeros(2, 1, 6, 6)
-    structure = fq.Structure.trace(model, example)
+    structure = fq.trace_structure(model, example)
     return Setup(model, structure, example, population().clients, rounds=3, seed=7)
 
 
 @pytest.fixture(scope="session", params=sorted(METHODS))
 def case(request: pytest.FixtureRequest, setup: Setup) -> Case:
     method = METHODS[request.param]
-    return Case(method, setup, method.prepared(setup), population())
+    return Case(method, setup, method.prepare_model(setup), population())
 
 
 @pytest.fixture

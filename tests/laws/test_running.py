@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 
 from fedquilt.errors import TrainingError
-from fedquilt.federation.client import Failure, Task, Update, called
-from fedquilt.runs.loop import ClientDone, Evaluated, Pace, RoundDone
-from fedquilt.structure.cut import cells, put, shapes, source_name, take, view
+from fedquilt.federation.client import Failure, Task, Update, client_label
+from fedquilt.runs.events import ClientDone, Evaluated, RoundDone
+from fedquilt.runs.policies import Cadence
+from fedquilt.structure.cut import (
+    compute_shapes,
+    copy_subnet_tensors,
+    global_name,
+    index_cells,
+    view_cells,
+    write_cells,
+)
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.ternary import CODE
 
@@ -22,7 +30,7 @@ def test_any_number_of_workers_gives_the_same_bits(case):
     short, found = replace(case, setup=replace(case.setup, rounds=2)), []
     for workers in (0, 1, 2):
         with case.engine(workers) as engine:
-            state, scores, events = short.run(engine, pace=Pace(evaluate_every=1))
+            state, scores, events = short.run(engine, cadence=Cadence(evaluate_every=1))
         rounds = [replace(e, seconds=0.0) for e in events if isinstance(e, RoundDone)]
         found.append((case.bits(state.params), scores, rounds))
     assert found[0] == found[1] == found[2]
@@ -43,11 +51,11 @@ def interrupted(after: int):
 
 
 def test_stopped_and_resumed_is_the_same_as_uninterrupted(case, tmp_path):
-    pace = Pace(evaluate_every=1, checkpoint_every=2)
+    pace = Cadence(evaluate_every=1, checkpoint_every=2)
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     with case.engine(folder=tmp_path / "whole" / "clients") as engine:
-        expected, scores, events = case.run(engine, tmp_path / "whole", pace=pace)
+        expected, scores, events = case.run(engine, tmp_path / "whole", cadence=pace)
     most = max(sum(isinstance(e, ClientDone) for e in events) // 3, min(8, len(events) // 4))
     draw = random.Random(0)
     for attempt in range(40):
@@ -77,7 +85,10 @@ def sent_bytes(case, tasks) -> int:
         tensor.nbytes
         for task in tasks
         for tensors in (
-            [take(task.params, case.setup.structure, subnet) for subnet in task.subnets]
+            [
+                copy_subnet_tensors(task.params, case.setup.structure, subnet)
+                for subnet in task.subnets
+            ]
             or [task.params]
         )
         for tensor in tensors.values()
@@ -110,10 +121,10 @@ def alone(case, task: Task) -> Task:
         for n, t in task.params.items()
     }
     for subnet in task.subnets:
-        for name, index in cells(structure, subnet).items():
-            source = source_name(name, structure, subnet)
+        for name, index in index_cells(structure, subnet).items():
+            source = global_name(name, structure, subnet)
             source = source if source in params else name  # not trained yet: the shared one
-            put(params[source], index, view(task.params[source], index))
+            write_cells(params[source], index, view_cells(task.params[source], index))
     return replace(task, params=params)
 
 
@@ -133,14 +144,17 @@ def test_what_comes_back_is_part_of_what_was_sent(case):
         for task, update in zip(case.tasks(state), case.updates(state), strict=True):
             assert task.client == update.client
             sent = [
-                {source_name(n, structure, s): shape for n, shape in shapes(structure, s).items()}
+                {
+                    global_name(n, structure, s): shape
+                    for n, shape in compute_shapes(structure, s).items()
+                }
                 for s in task.subnets
             ]
             parts = zip(sent[: len(update.subnets)], update.subnets, update.params, strict=True)
             for known, subnet, tensors in parts:
-                assert set(tensors) == set(structure.names(subnet))
+                assert set(tensors) == set(structure.tensor_names(subnet))
                 for name, tensor in tensors.items():
-                    whole = known[source_name(name, structure, subnet)]
+                    whole = known[global_name(name, structure, subnet)]
                     assert all(a <= b for a, b in zip(tensor.shape, whole, strict=True))
 
 
@@ -171,7 +185,7 @@ def spoilt(case, update: Update, how: str, number: int) -> Update | None:
         return changed(Subnet((("no such group", 1),)))
     if how == "wider":
         wider = replace(subnet, kept=())
-        is_narrow = shapes(structure, wider) != shapes(structure, subnet)
+        is_narrow = compute_shapes(structure, wider) != compute_shapes(structure, subnet)
         return changed(wider) if is_narrow else None
     names = [n for n, t in tensors.items() if n == CODE or (t.is_floating_point() and t.ndim)]
     if not names:
@@ -190,7 +204,7 @@ class Spoiling:
 
     def __init__(self, engine, spoil) -> None:
         self._engine, self._spoil = engine, spoil
-        self.kept, self.forget_others = engine.kept, engine.forget_others
+        self.client_versions, self.remove_unused = engine.client_versions, engine.remove_unused
 
     def run(self, tasks):
         results = list(self._engine.run(tasks))
@@ -233,21 +247,23 @@ def test_bad_updates_are_refused_named_and_counted_and_the_round_goes_on(case, r
     for update in filter(None, bad):
         spoiling = Spoiling(replaying, lambda _, bad=update: bad)
         if lost is None:
-            with pytest.raises(TrainingError, match=f"{called(victim.client)} .*{SPOILS[how]}"):
+            with pytest.raises(
+                TrainingError, match=f"{client_label(victim.client)} .*{SPOILS[how]}"
+            ):
                 case.first_round(spoiling)
             continue
         state, refused = case.first_round(spoiling)
         assert [f.client for f in refused.failures] == [f.client for f in lost.failures]
-        assert called(victim.client) in refused.failures[0].reason
+        assert client_label(victim.client) in refused.failures[0].reason
         assert SPOILS[how] in refused.failures[0].reason
         assert refused.num_clients == lost.num_clients > 0
         assert case.bits(state.params) == case.bits(expected.params)
-        assert state.memory == expected.memory
+        assert state.method_state == expected.method_state
 
 
 def test_a_round_without_any_usable_answer_is_refused(case):
     class Silent:
-        kept = staticmethod(dict)
+        client_versions = staticmethod(dict)
 
         def run(self, tasks):
             return (Failure(t.client, "gone fishing") for t in tasks)

@@ -16,15 +16,15 @@ from tests.laws.conftest import METHODS, NUM_CLASSES, OPTIMISER, Residual, popul
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.data.examples import as_examples
+from fedquilt.data import to_examples
 from fedquilt.data.population import Population
 from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.methods.method import shares_weights
-from fedquilt.structure.cut import build
+from fedquilt.structure.cut import build_module
 
 SCALED = {  # those that are not scaled at their defaults
     "splitmix robust batch": fq.SplitMix(
-        OPTIMISER, base=0.25, robust=True, steps=2, statistics="batch", together=False
+        OPTIMISER, base=0.25, robust=True, steps=2, statistics="batch", stacked=False
     ),
     "sheterofl scaler": fq.SHeteroFL(OPTIMISER, fraction=0.8, scaler=True),
     "nefl constant": fq.NeFL(
@@ -91,7 +91,7 @@ class Last(nn.Module):
 def structured(request: pytest.FixtureRequest) -> tuple[str, nn.Module, fq.Structure]:
     torch.manual_seed(0)
     model = Net(request.param)
-    return request.param, model, fq.Structure.trace(model, torch.zeros(2, 1, 6, 6))
+    return request.param, model, fq.trace_structure(model, torch.zeros(2, 1, 6, 6))
 
 
 @pytest.fixture(scope="module", params=sorted(EVERY))
@@ -127,11 +127,10 @@ def speaking_up(module: nn.Module, whole: nn.Module) -> Iterator[None]:
 def in_training(run: fq.Run, width: float, x: Tensor) -> Tensor:
     """What the subnets of a width answer as clients train them, with statistics of the end."""
     setup, answers = run.setup, []
-    assert run.whole is not None
-    for subnet in run.method.mix(setup, run.state, width):
-        net = build(setup.model, setup.structure, subnet, run.state.params).eval()
+    for subnet in run.method.ensemble(setup, run.state, width):
+        net = build_module(setup.model, setup.structure, subnet, run.state.params).eval()
         if run.method.scales_outputs:
-            with speaking_up(net, run.whole.model):
+            with speaking_up(net, run.user_setup.model):
                 answers.append(net(x))
         else:
             answers.append(net(x))
@@ -167,14 +166,14 @@ def shuffled(people: Population) -> Population:
 
     def reorder(data: Any) -> Any:
         order = torch.arange(len(data)).flip(0).roll(1)
-        return as_examples((data.inputs[order], data.labels[order]))
+        return to_examples((data.inputs[order], data.labels[order]))
 
     return replace(people, test={client: reorder(data) for client, data in people.test.items()})
 
 
 def test_scores_do_not_depend_on_the_order_or_the_batches_of_test_data(run, monkeypatch):
-    if run.method.home:
-        with pytest.raises(ConfigError, match="ended with the run, which was kept nowhere"):
+    if run.method.local_params:
+        with pytest.raises(ConfigError, match="ended with the run, which was not kept"):
             run.evaluate(workers=0)
         return
     before = run.evaluate(workers=0)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.data.examples import as_examples
+from fedquilt.data import to_examples
 from fedquilt.data.population import Population
 from fedquilt.engines.local import LocalEngine
 from fedquilt.federation.client import SERVER, Client, Failure, Task, Update
 from fedquilt.federation.state import Setup, State
-from fedquilt.runs.loop import num_bytes
+from fedquilt.runs.accounting import count_subnet_bytes
 from fedquilt.structure.budget import Budget
 
 LABELS = ((0, 1, 2, 3), (0, 1), (1, 2), (3,))
@@ -43,7 +43,7 @@ def drawn(labels: tuple[int, ...], count: int, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     y = torch.tensor([labels[i % len(labels)] for i in range(count)])
     x = torch.randn(count, 1, 5, 5, generator=generator) + y.view(-1, 1, 1, 1)
-    return as_examples((x, y))
+    return to_examples((x, y))
 
 
 class World:
@@ -72,8 +72,8 @@ class World:
         merged = method.merge(self.setup, state, self.done(tasks, engine))
         return replace(merged, round=state.round + 1)
 
-    def prepared(self, method: fq.Method) -> World:
-        return World(method.prepared(self.setup), self.people)
+    def prepare_model(self, method: fq.Method) -> World:
+        return World(method.prepare_model(self.setup), self.people)
 
     def with_clients(self, *clients: Client) -> World:
         return World(replace(self.setup, clients=clients), self.people)
@@ -101,7 +101,7 @@ def one_thread() -> Iterator[None]:
 def traced() -> tuple[nn.Module, fq.Structure]:
     torch.manual_seed(0)
     net = Net()
-    return net, fq.Structure.trace(net, torch.zeros(2, 1, 5, 5))
+    return net, fq.trace_structure(net, torch.zeros(2, 1, 5, 5))
 
 
 @pytest.fixture
@@ -112,8 +112,8 @@ def world(traced: tuple[nn.Module, fq.Structure]) -> World:
 
 
 @pytest.fixture
-def optimiser() -> fq.Optimiser:
-    return fq.Optimiser(lr=0.05, epochs=1, batch_size=4)
+def local_training() -> fq.LocalTraining:
+    return fq.LocalTraining(lr=0.05, epochs=1, batch_size=4)
 
 
 @pytest.fixture(scope="session")
@@ -127,7 +127,7 @@ def traffic() -> Callable[..., tuple[int, int]]:
     """Bytes to and from each client."""
 
     def count(world: World, task: Task, update: Update) -> tuple[int, int]:
-        down = sum(num_bytes(world.setup, subnet) for subnet in task.subnets)
+        down = sum(count_subnet_bytes(world.setup, subnet) for subnet in task.subnets)
         return down, sum(t.nbytes for part in update.params for t in part.values())
 
     return count

@@ -13,13 +13,13 @@ import fedquilt as fq
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import PERSONAL
 from fedquilt.federation.state import Setup
-from fedquilt.runs.loop import num_bytes
-from fedquilt.structure.groups import TRACKED
+from fedquilt.runs.accounting import count_subnet_bytes
+from fedquilt.structure.structure import TRACKED
 
 
 @pytest.fixture
-def method(optimiser):
-    return fq.ADDS(optimiser, fraction=1.0, share=0.6, share_lr=0.05)
+def method(local_training):
+    return fq.ADDS(local_training, fraction=1.0, keep_fraction=0.6, keep_lr=0.05)
 
 
 @pytest.mark.parametrize("importance", ["slimming", "lrp"])
@@ -27,18 +27,18 @@ def test_the_whole_net_goes_down_and_only_the_chosen_part_comes_back(
     world, method, traffic, importance
 ):
     method = replace(method, importance=importance)
-    world = world.prepared(method)
+    world = world.prepare_model(method)
     tasks = method.plan(world.setup, world.start(method), world.setup.clients)
-    whole = num_bytes(world.setup, fq.Subnet().leaving(TRACKED))
+    whole = count_subnet_bytes(world.setup, fq.Subnet().excluding(TRACKED))
     for task, update in zip(tasks, world.done(tasks), strict=True):
         down, up = traffic(world, task, update)
         assert down == whole
-        assert up == num_bytes(world.setup, update.subnets[0]) < whole
+        assert up == count_subnet_bytes(world.setup, update.subnets[0]) < whole
 
 
 def test_cells_are_averaged_over_those_that_sent_them_each_counting_once(world, method):
     """Eq. 19."""
-    world = world.prepared(method)
+    world = world.prepare_model(method)
     state = world.start(method)
     updates = world.done(method.plan(world.setup, state, world.setup.clients))
     after = method.merge(world.setup, state, updates)
@@ -51,24 +51,26 @@ def test_cells_are_averaged_over_those_that_sent_them_each_counting_once(world, 
         counts[rows] += 1
     expected = torch.where(counts > 0, sums / counts.clamp(min=1), old)
     torch.testing.assert_close(after.params[name], expected)
-    assert {c: s.shape for c, s in after.chosen.items()} == {
+    assert {c: s.shape for c, s in after.chosen_subnets.items()} == {
         u.client: u.subnets[0].shape for u in updates
     }
-    assert {(s.owner, s.own) for s in after.chosen.values()} == {(PERSONAL, (TRACKED,))}
+    assert {(s.owner, s.private) for s in after.chosen_subnets.values()} == {(PERSONAL, (TRACKED,))}
 
 
 def test_the_choices_of_clients_that_were_not_asked_stay(world, method):
-    world = world.prepared(method)
+    world = world.prepare_model(method)
     state = world.round(method, world.start(method))
     tasks = method.plan(world.setup, replace(state, round=1), world.setup.clients[:1])
     after = method.merge(world.setup, state, world.done(tasks))
-    assert sorted(after.chosen) == [0, 1, 2, 3]
-    assert {c: after.chosen[c] for c in (1, 2, 3)} == {c: state.chosen[c] for c in (1, 2, 3)}
+    assert sorted(after.chosen_subnets) == [0, 1, 2, 3]
+    assert {c: after.chosen_subnets[c] for c in (1, 2, 3)} == {
+        c: state.chosen_subnets[c] for c in (1, 2, 3)
+    }
 
 
-def test_sampling_gets_harder_from_round_to_round(world, optimiser):
-    method = fq.ADDS(optimiser, softness=2.0, sharpening=0.5)
-    world = world.prepared(method)
+def test_sampling_gets_harder_from_round_to_round(world, local_training):
+    method = fq.ADDS(local_training, softness=2.0, sharpening=0.5)
+    world = world.prepare_model(method)
     state = world.start(method)
     recipes = [
         method.plan(world.setup, replace(state, round=r), world.setup.clients)[0].recipe
@@ -81,9 +83,9 @@ def test_sampling_gets_harder_from_round_to_round(world, optimiser):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"share": 0.05}, "got share 0.05 and least 0.1"),
-        ({"share": 1.1}, "got share 1.1"),
-        ({"least": 0.0}, "least 0.0"),
+        ({"keep_fraction": 0.05}, "got keep_fraction 0.05 and min_fraction 0.1"),
+        ({"keep_fraction": 1.1}, "got keep_fraction 1.1"),
+        ({"min_fraction": 0.0}, "min_fraction 0.0"),
         ({"softness": 0.0}, "got 0.0 and 0.98"),
         ({"sharpening": 1.5}, "got 1.0 and 1.5"),
         ({"validation": 1.0}, "got 1.0"),
@@ -109,18 +111,18 @@ class Recurrent(nn.Module):
 
 def test_a_model_without_channels_to_sample_is_refused(world, method):
     net, example = Recurrent(), torch.zeros(2, 3, 5)
-    setup = Setup(net, fq.Structure.trace(net, example), example, world.setup.clients, 1, 0)
+    setup = Setup(net, fq.trace_structure(net, example), example, world.setup.clients, 1, 0)
     with pytest.raises(ConfigError, match="no channels of this model can be sampled"):
-        method.prepared(setup)
+        method.prepare_model(setup)
 
 
 def test_rounds_by_relevance_have_the_same_bits_each_time(world, method, same):
     method = replace(method, importance="lrp")
-    world = world.prepared(method)
+    world = world.prepare_model(method)
     state = world.start(method)
     ends = [world.round(method, world.round(method, state)) for _ in range(2)]
     assert same(ends[0].params, ends[1].params)
-    assert ends[0].chosen == ends[1].chosen
+    assert ends[0].chosen_subnets == ends[1].chosen_subnets
     other = replace(method, importance="slimming")
     assert not same(ends[0].params, world.round(other, world.round(other, state)).params)
 
@@ -140,18 +142,18 @@ class Above(nn.Module):
 
 def test_a_model_that_relevance_cannot_be_followed_through_is_refused_before_a_run(world, method):
     net, example = Above(), torch.zeros(2, 3, 5)
-    structure = fq.Structure.trace(net, example, exclude=["lstm"])
+    structure = fq.trace_structure(net, example, exclude=["lstm"])
     setup = Setup(net, structure, example, world.setup.clients, 1, 0)
-    assert method.prepared(setup)
+    assert method.prepare_model(setup)
     with pytest.raises(ConfigError, match="through 'lstm' of module 'lstm': there is no rule"):
-        replace(method, importance="lrp").prepared(setup)
+        replace(method, importance="lrp").prepare_model(setup)
 
 
 def test_without_captum_only_relevance_is_refused(world, method, monkeypatch):
     monkeypatch.setitem(sys.modules, "captum.attr", None)
-    assert world.prepared(method)
+    assert world.prepare_model(method)
     with pytest.raises(ConfigError, match=r"pip install 'fedquilt\[lrp\]'"):
-        world.prepared(replace(method, importance="lrp"))
+        world.prepare_model(replace(method, importance="lrp"))
 
 
 def test_a_run_ends_with_one_model_and_a_net_for_every_client(world, method, tmp_path):
@@ -170,7 +172,7 @@ def test_a_run_ends_with_one_model_and_a_net_for_every_client(world, method, tmp
     accuracies = []
     for client in range(4):
         small = run.customize(client=client)
-        kept = run.state.chosen[client].count("features.0") or 8
+        kept = run.state.chosen_subnets[client].count("features.0") or 8
         assert small.features[0].out_channels == kept
         x, y = world.people.test[client].batch(torch.arange(5))
         with torch.no_grad():

@@ -10,8 +10,8 @@ import torch
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.structure.cut import build
-from fedquilt.training.dualnorm import set_robustness, with_path
+from fedquilt.structure.cut import build_module
+from fedquilt.training.dualnorm import on_path, set_robustness
 from fedquilt.training.objectives import Adversarial, OnceForAll
 
 
@@ -24,8 +24,8 @@ def images(world):
     return world
 
 
-def test_at_trains_every_client_on_equation_1_at_one_trade_off(images, optimiser):
-    method = fq.fedavg_at(optimiser, share=0.3, epsilon=0.1, steps=2)
+def test_at_trains_every_client_on_equation_1_at_one_trade_off(images, local_training):
+    method = fq.fedavg_at(local_training, share=0.3, epsilon=0.1, steps=2)
     state = images.start(method)
     tasks = method.plan(images.setup, state, images.setup.clients)
     for task in tasks:
@@ -37,16 +37,19 @@ def test_at_trains_every_client_on_equation_1_at_one_trade_off(images, optimiser
     assert all(not after[n].equal(t) for n, t in state.params.items() if t.is_floating_point())
 
 
-def test_at_without_a_share_of_attacks_is_fedavg_bit_for_bit(images, optimiser, same):
+def test_at_without_a_share_of_attacks_is_fedavg_bit_for_bit(images, local_training, same):
     found = []
-    for method in (fq.fedavg_at(optimiser, share=0.0), fq.FedAvg(optimiser, fraction=1.0)):
+    for method in (
+        fq.fedavg_at(local_training, share=0.0),
+        fq.FedAvg(local_training, fraction=1.0),
+    ):
         found.append(images.round(method, images.start(method)).params)
     assert same(*found)
 
 
-def test_oat_trains_one_net_that_is_told_its_trade_off(images, optimiser):
-    method = fq.fedavg_oat(optimiser, width=0.5, epsilon=0.1, steps=1)
-    here = images.prepared(method)
+def test_oat_trains_one_net_that_is_told_its_trade_off(images, local_training):
+    method = fq.fedavg_oat(local_training, width=0.5, epsilon=0.1, steps=1)
+    here = images.prepare_model(method)
     state = here.start(method)
     (task,) = method.plan(here.setup, state, here.setup.clients[:1])
     assert isinstance(task.recipe.objective, OnceForAll)
@@ -54,21 +57,21 @@ def test_oat_trains_one_net_that_is_told_its_trade_off(images, optimiser):
     after = here.round(method, state).params
     for part in ("norm.clean.weight", "norm.noise.running_mean", "film.scale.weight"):
         assert not after[f"features.1.{part}"].equal(state.params[f"features.1.{part}"])
-    (subnet,) = method.mix(here.setup, state, 0.5)
-    net = build(here.setup.model, here.setup.structure, subnet, after).eval()
+    (subnet,) = method.ensemble(here.setup, state, 0.5)
+    net = build_module(here.setup.model, here.setup.structure, subnet, after).eval()
     assert net.features[0].weight.shape[0] == 4  # of the width asked for
     answers = []
     for dial in (0.0, 0.5, 1.0):
         set_robustness(net, dial)
         answers.append(net(torch.rand(3, 1, 5, 5, generator=torch.Generator().manual_seed(0))))
     assert not any(one.equal(other) for one, other in itertools.pairwise(answers))
-    with with_path(net, 0.0):
+    with on_path(net, 0.0):
         assert net(torch.rand(3, 1, 5, 5)).isfinite().all()
 
 
-def test_oat_starts_from_the_users_net_whatever_the_dial_says(images, optimiser):
-    method = fq.fedavg_oat(optimiser)
-    here = images.prepared(method)
+def test_oat_starts_from_the_users_net_whatever_the_dial_says(images, local_training):
+    method = fq.fedavg_oat(local_training)
+    here = images.prepare_model(method)
     x = torch.rand(3, 1, 5, 5)
     plain, conditional = images.setup.model.eval(), here.setup.model.eval()
     for dial in (0.0, 0.3, 1.0):
@@ -77,8 +80,8 @@ def test_oat_starts_from_the_users_net_whatever_the_dial_says(images, optimiser)
             torch.testing.assert_close(conditional(x), plain(x))
 
 
-def test_inputs_that_are_no_pixels_are_named_as_the_reason(world, optimiser):
-    method = fq.fedavg_at(optimiser, steps=1)
+def test_inputs_that_are_no_pixels_are_named_as_the_reason(world, local_training):
+    method = fq.fedavg_at(local_training, steps=1)
     (task,) = method.plan(world.setup, world.start(method), world.setup.clients[:1])
     with world.engine() as engine:
         (failure,) = engine.run([task])

@@ -11,28 +11,28 @@ import fedquilt as fq
 from fedquilt.engines.local import LocalEngine
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.evaluation.accuracy import evaluate
-from fedquilt.evaluation.clients import history
 from fedquilt.federation.client import SERVER, Failure
-from fedquilt.federation.state import sample
-from fedquilt.methods.apfl import HOME, mine
-from fedquilt.runs.loop import Loop, Pace
-from fedquilt.structure.cost import cost
-from fedquilt.structure.cut import build, load, source_name
-from fedquilt.structure.trace import named_tensors
+from fedquilt.federation.state import sample_cohort
+from fedquilt.methods.apfl import HOME, with_private_statistics
+from fedquilt.runs.loop import TrainingLoop
+from fedquilt.runs.policies import Cadence
+from fedquilt.structure.cost import compute_cost
+from fedquilt.structure.cut import build_module, global_name, load_tensors
+from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.sandwich import Sandwich
 from fedquilt.training.search import Search
-from fedquilt.training.sgd import SGD
 
 FREE = ("features.0", "features.3")  # the width groups of the net
 
 
 @pytest.fixture
-def method(optimiser):
-    return fq.APFL(optimiser, warm_up=0.5, ratio=0.25)
+def method(local_training):
+    return fq.APFL(local_training, warm_up=0.5, ratio=0.25)
 
 
 def price(setup, subnet):
-    return cost(setup.model, setup.structure, subnet, setup.example)
+    return compute_cost(setup.model, setup.structure, subnet, setup.example)
 
 
 def at(state, phase, round=0):
@@ -55,9 +55,9 @@ def test_phases_are_warm_up_search_training_and_the_rounds_are_those_of_training
 
 def test_clients_that_can_afford_the_whole_net_warm_it_up(world, method):
     warm, *_ = method.phases(world.setup)
-    assert warm.among == (0,)
+    assert warm.restrict_to == (0,)
     for seed in range(5):
-        assert [c.id for c in sample(world.setup.clients, warm, seed)] == [0]
+        assert [c.id for c in sample_cohort(world.setup.clients, warm, seed)] == [0]
 
 
 def test_where_nobody_can_afford_the_whole_net_the_richest_do_it_or_nobody(world, method):
@@ -71,29 +71,29 @@ def test_where_nobody_can_afford_the_whole_net_the_richest_do_it_or_nobody(world
     pairs = zip(world.setup.clients, limits, strict=True)
     poor = world.with_clients(*(replace(c, budget=b) for c, b in pairs))
     warm, *_ = method.phases(poor.setup)
-    assert warm.among == (0, 2)
+    assert warm.restrict_to == (0, 2)
     with pytest.raises(BudgetError, match=r"no client can afford the whole net.*'richest'"):
-        replace(method, warm_up_by="able").prepared(poor.setup)
-    replace(method, warm_up_by="able").prepared(world.setup)
+        replace(method, warm_up_by="able").prepare_model(poor.setup)
+    replace(method, warm_up_by="able").prepare_model(world.setup)
 
 
 def test_every_phase_has_its_own_work(world, method):
     state = method.start(world.setup)
-    for phase, recipe in (("warm-up", Sandwich), ("search", Search), ("train", SGD)):
+    for phase, recipe in (("warm-up", Sandwich), ("search", Search), ("train", LocalSGD)):
         tasks = method.plan(world.setup, at(state, phase), world.setup.clients)
         assert [type(task.recipe) for task in tasks] == [recipe] * 4
     warm, search = (
         method.plan(world.setup, at(state, phase), world.setup.clients[:1])[0]
         for phase in ("warm-up", "search")
     )
-    assert warm.subnets == search.subnets == (fq.Subnet().leaving(*HOME),)
+    assert warm.subnets == search.subnets == (fq.Subnet().excluding(*HOME),)
     assert warm.recipe.weight == 16
     assert search.recipe.budget == world.setup.clients[0].budget
 
 
 def test_learning_rates_start_anew_with_training(world, method):
-    falling = fq.Optimiser(lr=1.0, epochs=1, falling=0.5)
-    setup, method = replace(world.setup, rounds=4), replace(method, optimiser=falling)
+    falling = fq.LocalTraining(lr=1.0, epochs=1, round_decay=0.5)
+    setup, method = replace(world.setup, rounds=4), replace(method, local_training=falling)
     state = method.start(setup)
     rates = [
         method.plan(setup, at(state, phase, round), setup.clients[:1])[0].recipe.lr
@@ -106,12 +106,12 @@ def test_every_architecture_that_is_found_is_within_its_budget_and_no_tensor_is_
     state = at(method.start(world.setup), "search", 1)
     updates = world.done(method.plan(world.setup, state, world.setup.clients))
     assert all(update.params == ({},) for update in updates)
-    chosen = method.merge(world.setup, state, updates).chosen
+    chosen = method.merge(world.setup, state, updates).chosen_subnets
     for client in world.setup.clients:
         own, uniform = chosen[client.id], world.setup.structure.subnet(client.budget.width)
         assert price(world.setup, own.shape).params <= price(world.setup, uniform).params
         assert price(world.setup, own.shape).macs <= price(world.setup, uniform).macs
-        assert own == mine(updates[client.id].subnets[0])
+        assert own == with_private_statistics(updates[client.id].subnets[0])
     assert chosen[0].shape == fq.Subnet()
 
 
@@ -131,7 +131,7 @@ def test_a_client_whose_search_failed_has_the_uniform_net_of_its_budget(world, m
     state = at(method.start(world.setup), "search", 1)
     tasks = method.plan(world.setup, state, world.setup.clients)
     answers = [u for u in world.done(tasks) if u.client != 1]
-    chosen = method.merge(world.setup, state, answers).chosen
+    chosen = method.merge(world.setup, state, answers).chosen_subnets
     assert chosen[1].shape == world.setup.structure.subnet(0.5)
     assert sorted(chosen) == [0, 1, 2, 3]
 
@@ -141,10 +141,10 @@ def test_a_budget_that_nothing_can_meet_is_refused_before_anything_with_the_smal
 ):
     smallest = price(world.setup, world.setup.structure.subnet(0.25))
     tight = replace(world.setup.clients[2], budget=fq.Budget(params=smallest.params))
-    method.prepared(world.with_clients(tight).setup)
+    method.prepare_model(world.with_clients(tight).setup)
     tighter = replace(tight, budget=fq.Budget(params=smallest.params - 1))
     with pytest.raises(BudgetError, match=rf"client 2: .*params={smallest.params}, .*bytes="):
-        method.prepared(world.with_clients(world.setup.clients[0], tighter).setup)
+        method.prepare_model(world.with_clients(world.setup.clients[0], tighter).setup)
 
 
 @pytest.mark.parametrize(
@@ -162,18 +162,18 @@ def test_settings_that_make_no_sense_are_refused(settings, words):
         fq.APFL(**settings)
 
 
-def test_groups_that_stay_whole_are_cut_in_no_client(world, optimiser):
-    method = fq.APFL(optimiser, ratio=0.25, whole=("*.3",))
-    chosen = searched(world, method).chosen
+def test_groups_that_stay_whole_are_cut_in_no_client(world, local_training):
+    method = fq.APFL(local_training, ratio=0.25, whole=("*.3",))
+    chosen = searched(world, method).chosen_subnets
     assert all(subnet.count("features.3") is None for subnet in chosen.values())
     assert chosen[3].count("features.0") < 8
-    uniform = fq.fed_uniform(optimiser, whole=("*.3",)).start(world.setup).chosen
+    uniform = fq.fed_uniform(local_training, whole=("*.3",)).start(world.setup).chosen_subnets
     assert uniform[1].kept == world.setup.structure.subnet({"features.0": 0.5}).kept
     with pytest.raises(ConfigError, match=r"'head' stays whole.*features\.0, features\.3"):
-        fq.fed_uniform(optimiser, whole=("head",)).start(world.setup)
+        fq.fed_uniform(local_training, whole=("head",)).start(world.setup)
 
 
-def test_fed_uniform_has_the_widest_net_of_one_width_within_every_limit(world, optimiser):
+def test_fed_uniform_has_the_widest_net_of_one_width_within_every_limit(world, local_training):
     whole = price(world.setup, fq.Subnet())
     budgets = (
         fq.Budget(macs=whole.macs // 3),
@@ -183,19 +183,19 @@ def test_fed_uniform_has_the_widest_net_of_one_width_within_every_limit(world, o
     )
     pairs = zip(world.setup.clients, budgets, strict=True)
     setup = world.with_clients(*(replace(c, budget=b) for c, b in pairs)).setup
-    chosen = fq.fed_uniform(optimiser).start(setup).chosen
+    chosen = fq.fed_uniform(local_training).start(setup).chosen_subnets
     widths = sorted({k / 8 for k in range(1, 9)})
     for client in setup.clients:
         fitting = [
             width
             for width in widths
             if width <= client.budget.width
-            and client.budget.allows(price(setup, setup.structure.subnet(width).leaving(*HOME)))
+            and client.budget.allows(price(setup, setup.structure.subnet(width).excluding(*HOME)))
         ]
         assert chosen[client.id].shape == setup.structure.subnet(max(fitting))
 
 
-def test_subnets_of_ones_own_are_trained_by_partial_averaging(world, optimiser):
+def test_subnets_of_ones_own_are_trained_by_partial_averaging(world, local_training):
     """FedPA alone, against the mean of every cell over those that hold it, weighted by data."""
     structure = world.setup.structure
     subnets = (
@@ -207,7 +207,7 @@ def test_subnets_of_ones_own_are_trained_by_partial_averaging(world, optimiser):
     counts = (16, 4, 8, 2)
     pairs = zip(world.setup.clients, counts, strict=True)
     world = world.with_clients(*(replace(c, num_examples=n) for c, n in pairs))
-    method = fq.FedPA(optimiser, subnets=subnets)
+    method = fq.FedPA(local_training, subnets=subnets)
     state = world.start(method)
     updates = world.done(method.plan(world.setup, state, world.setup.clients))
     after = method.merge(world.setup, state, updates).params
@@ -223,7 +223,7 @@ def test_subnets_of_ones_own_are_trained_by_partial_averaging(world, optimiser):
     assert (weight > 0).all()
     torch.testing.assert_close(after[name], total / weight)
     with pytest.raises(ConfigError, match="there are 4 clients and 1 subnets"):
-        fq.FedPA(optimiser, subnets=subnets[:1]).start(world.setup)
+        fq.FedPA(local_training, subnets=subnets[:1]).start(world.setup)
 
 
 def test_statistics_never_leave_a_client_and_are_those_of_its_own_net(world, method, tmp_path):
@@ -235,14 +235,14 @@ def test_statistics_never_leave_a_client_and_are_those_of_its_own_net(world, met
             tasks = method.plan(world.setup, at(state, "train", round), world.setup.clients)
             for update in world.done(tasks, engine):
                 assert not any("running" in n or "tracked" in n for n in update.params[0])
-        kept = {c: engine._states.current(c) for c in engine.kept()}
+        kept = {c: engine._states.current_path(c) for c in engine.client_versions()}
         assert sorted(kept) == [0, 1, 2, 3]
-        from fedquilt.engines.kept import read
+        from fedquilt.engines.client_state import read_client_state
 
         for client, path in kept.items():
-            tensors = read(path)
+            tensors = read_client_state(path)
             assert all(name.endswith("@own") for name in tensors)
-            width = world.setup.structure.kept(state.chosen[client], "features.0")
+            width = world.setup.structure.kept_count(state.chosen_subnets[client], "features.0")
             mean = tensors["features.1.running_mean@own"]
             assert mean.shape == (width,)
             assert mean.abs().sum() > 0
@@ -252,13 +252,13 @@ def test_statistics_never_leave_a_client_and_are_those_of_its_own_net(world, met
 def test_the_global_model_is_what_some_client_holds(world, method):
     poor = world.with_clients(*world.setup.clients[1:])  # nobody has all channels
     structure, state = poor.setup.structure, searched(poor, method)
-    (held,) = method.mix(poor.setup, state, 1.0)
+    (held,) = method.ensemble(poor.setup, state, 1.0)
     for group in FREE:
-        most = max(structure.kept(subnet, group) for subnet in state.chosen.values())
-        assert structure.kept(held, group) == most
-    (narrow,) = method.mix(poor.setup, state, 0.25)
+        most = max(structure.kept_count(subnet, group) for subnet in state.chosen_subnets.values())
+        assert structure.kept_count(held, group) == most
+    (narrow,) = method.ensemble(poor.setup, state, 0.25)
     assert narrow == structure.subnet(0.25)
-    (before,) = method.mix(poor.setup, method.start(poor.setup), 1.0)
+    (before,) = method.ensemble(poor.setup, method.start(poor.setup), 1.0)
     assert before == fq.Subnet()
 
 
@@ -279,14 +279,14 @@ def trained(world, method, tmp_path):
 
 def own_net(run, client):
     """A client's net, put together from the run's files."""
-    from fedquilt.engines.kept import read
+    from fedquilt.engines.client_state import read_client_state
 
-    setup, subnet = run.setup, run.state.chosen[client]
-    net = build(setup.model, setup.structure, subnet, run.state.params)
-    (path,) = (run.folder / "clients").glob(f"client-{client}.{run.about['kept'][str(client)]}.*")
-    kept = read(path)
-    names = {source_name(n, setup.structure, subnet): n for n in named_tensors(net)}
-    load(net, {names[n]: t for n, t in kept.items()})
+    setup, subnet = run.setup, run.state.chosen_subnets[client]
+    net = build_module(setup.model, setup.structure, subnet, run.state.params)
+    (path,) = (run.folder / "clients").glob(f"client-{client}.{run.info.client_versions[client]}.*")
+    kept = read_client_state(path)
+    names = {global_name(n, setup.structure, subnet): n for n in named_tensors(net)}
+    load_tensors(net, {names[n]: t for n, t in kept.items()})
     return net.eval()
 
 
@@ -306,10 +306,10 @@ def test_loc_is_every_clients_own_net_on_its_own_test_data(trained, world):
 
 def test_glo_is_the_global_net_with_statistics_of_the_clients_training_data(trained, world):
     setup = trained.setup
-    (held,) = trained.method.mix(setup, trained.state, 1.0)
+    (held,) = trained.method.ensemble(setup, trained.state, 1.0)
     expected, right, count = [], 0.0, 0
     for client in range(4):
-        net = build(setup.model, setup.structure, held, trained.state.params)
+        net = build_module(setup.model, setup.structure, held, trained.state.params)
         x, _ = world.people.train[client].batch(torch.arange(16))
         for layer in (net.features[1], net.features[4]):
             layer.momentum = 1.0
@@ -326,7 +326,7 @@ def test_glo_is_the_global_net_with_statistics_of_the_clients_training_data(trai
     silent = replace(trained.method, query_statistics=False)  # then there is no global model
     with world.engine() as engine:
         (by_clients,) = evaluate(
-            setup, silent, trained.state, engine, held_out=True, testers=world.people.testers
+            setup, silent, trained.state, engine, has_server_test=True, testers=world.people.testers
         )
     assert by_clients.accuracy == pytest.approx(right / count)
     assert by_clients.num_examples == count
@@ -353,29 +353,35 @@ def test_a_clients_net_can_be_taken_and_the_global_one_has_the_mean_of_statistic
             bare = silent.customize()
         assert bare.features[1].running_mean is None
     with pytest.raises(
-        ConfigError, match=r"client 7 has no net of its own; those are \[0, 1, 2, 3"
+        ConfigError, match=r"client 7 has no net of its own; those that have are \[0, 1, 2, 3"
     ):
         trained.customize(client=7)
 
 
-def test_methods_whose_clients_choose_nothing_have_no_nets_of_clients(world, optimiser):
+def test_methods_whose_clients_choose_nothing_have_no_nets_of_clients(world, local_training):
     run = fq.train(
-        world.setup.model, world.setup.example, fq.HeteroFL(optimiser), world.people, 1, workers=0
+        world.setup.model,
+        world.setup.example,
+        fq.HeteroFL(local_training),
+        world.people,
+        1,
+        workers=0,
     )
     assert run.scores[0].personal_accuracy is None
-    with pytest.raises(ConfigError, match="client 0 has no net of its own; none has"):
+    with pytest.raises(ConfigError, match="client 0 has no net of its own; no client has one"):
         run.customize(client=0)
 
 
-def test_plans_can_be_made_again_with_what_clients_had_chosen(trained):
-    setup, chosen = trained.setup, trained.state.chosen
-    *_, last = history(setup, trained.method, chosen)
-    assert {task.client: task.subnets for task in last} == {c: (s,) for c, s in chosen.items()}
+def test_records_say_which_subnets_clients_chose(trained):
+    *_, last = trained.read_clients()
+    assert {client.client: client.returned for client in last} == {
+        c: (s,) for c, s in trained.state.chosen_subnets.items()
+    }
 
 
 def test_a_run_that_is_resumed_in_another_phase_is_refused(world, method, tmp_path):
     def stop(event):
-        if type(event).__name__ == "Saved" and event.round == 3:
+        if type(event).__name__ == "CheckpointSaved" and event.round == 3:
             raise KeyboardInterrupt
 
     def go(rounds, **more):
@@ -387,12 +393,12 @@ def test_a_run_that_is_resumed_in_another_phase_is_refused(world, method, tmp_pa
             rounds,
             workers=0,
             out=tmp_path / "run",
-            pace=Pace(0, 1),
+            cadence=Cadence(0, 1),
             **more,
         )
 
     with pytest.raises(KeyboardInterrupt):
-        go(4, watch=stop)  # 2 of warm-up, then the search
+        go(4, callbacks=[stop])  # 2 of warm-up, then the search
     with pytest.raises(ConfigError, match=r"was in its phase search; with 8 .* would be warm-up"):
         go(8, resume=True)
     assert go(4, resume=True).state.round == 7
@@ -407,19 +413,19 @@ def test_a_search_that_is_not_answered_does_not_stop_the_run(world, method):
 
     setup = world.setup
     with Deaf(setup.model, setup.structure, world.people.data, workers=0) as engine:
-        state, _ = Loop(setup, method, engine, False, ()).run()
-    assert state.chosen[2].shape == setup.structure.subnet(0.25)
+        state, _ = TrainingLoop(setup, method, engine, False, ()).run()
+    assert state.chosen_subnets[2].shape == setup.structure.subnet(0.25)
 
 
 def test_evaluation_without_test_data_of_clients_asks_everyone_about_the_servers(world, method):
     setup, state = world.setup, searched(world, method)
     with world.engine() as engine:
-        (score,) = evaluate(setup, method, state, engine, held_out=True, testers=())
+        (score,) = evaluate(setup, method, state, engine, has_server_test=True, testers=())
     assert score.num_examples == 12  # by the server's own statistics
     assert score.personal_accuracy is None
     silent = replace(method, query_statistics=False)
     with world.engine() as engine:
-        (score,) = evaluate(setup, silent, state, engine, held_out=True, testers=())
+        (score,) = evaluate(setup, silent, state, engine, has_server_test=True, testers=())
     assert score.num_examples == 4 * 12
 
 
@@ -451,24 +457,24 @@ def test_a_run_that_is_refused_leaves_nothing_in_the_way_of_the_next(world, meth
     assert go(fq.Budget(0.5)).scores
 
 
-def test_the_global_model_may_be_what_several_clients_hold(world, optimiser):
+def test_the_global_model_may_be_what_several_clients_hold(world, local_training):
     structure = world.setup.structure
     subnets = tuple(structure.subnet({"features.0": w}) for w in (1.0, 0.75, 0.5, 0.25))
     for holders, count in ((1, 8), (2, 6), (3, 4), (4, 2), (9, 2)):
-        method = fq.FedPA(optimiser, subnets=subnets, holders=holders)
-        (held,) = method.mix(world.setup, method.start(world.setup), 1.0)
-        assert structure.kept(held, "features.0") == count
-        assert structure.kept(held, "features.3") == 4
+        method = fq.FedPA(local_training, subnets=subnets, holders=holders)
+        (held,) = method.ensemble(world.setup, method.start(world.setup), 1.0)
+        assert structure.kept_count(held, "features.0") == count
+        assert structure.kept_count(held, "features.3") == 4
 
 
 def test_what_a_killed_run_left_half_removed_is_gone_once_it_is_resumed(world, method, tmp_path):
     def stop(event):
-        if type(event).__name__ == "Saved" and event.round == 2:  # the last one
+        if type(event).__name__ == "CheckpointSaved" and event.round == 2:  # the last one
             raise KeyboardInterrupt
 
     def go(**more):
         setup = world.setup
-        people, pace = world.people, Pace(0, 1)
+        people, pace = world.people, Cadence(0, 1)
         fq.train(
             setup.model,
             setup.example,
@@ -477,12 +483,12 @@ def test_what_a_killed_run_left_half_removed_is_gone_once_it_is_resumed(world, m
             1,
             workers=0,
             out=tmp_path,
-            pace=pace,
+            cadence=pace,
             **more,
         )
 
     with pytest.raises(KeyboardInterrupt):
-        go(watch=stop)
+        go(callbacks=[stop])
     left = tmp_path / "checkpoints" / ".round-000000.old"
     left.mkdir()
     (left / "params.safetensors").write_bytes(b"half")

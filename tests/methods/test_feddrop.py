@@ -10,7 +10,7 @@ import torch
 import fedquilt as fq
 from fedquilt.errors import ConfigError
 from fedquilt.structure.budget import Budget
-from fedquilt.training.objectives import Plain
+from fedquilt.training.objectives import CrossEntropy
 
 GROUPS = {"features.0": 8, "features.3": 4}
 
@@ -49,23 +49,25 @@ def test_all_clients_of_a_round_train_the_same_share_of_the_channels(rich):
 
 
 def test_every_client_may_have_channels_of_its_own(rich):
-    found = [parts(rich, fq.FedDrop(width=0.5, each=True), round) for round in range(6)]
+    found = [parts(rich, fq.FedDrop(width=0.5, per_client=True), round) for round in range(6)]
     assert any(part != first for first, *rest in found for part in rest)
-    assert found == [parts(rich, fq.FedDrop(width=0.5, each=True), round) for round in range(6)]
+    assert found == [
+        parts(rich, fq.FedDrop(width=0.5, per_client=True), round) for round in range(6)
+    ]
 
 
 def test_draws_differ_between_groups_of_one_size_and_between_seeds():
     net = torch.nn.Sequential(
         torch.nn.Linear(3, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 2)
     )
-    structure = fq.Structure.trace(net, torch.zeros(2, 3))
+    structure = fq.trace_structure(net, torch.zeros(2, 3))
     client = fq.Client(0, 4)
     setup = fq.Setup(net, structure, torch.zeros(2, 3), (client,), 1, 0)
     method = fq.FedDrop(width=0.5)
-    subnet = method.part(setup, 0, client)
+    subnet = method.draw_subnet(setup, 0, client)
     first, second = (subnet.channels(group).tolist() for group in structure.cut_groups())
     assert first != second
-    other = method.part(replace(setup, seed=1), 0, client)
+    other = method.draw_subnet(replace(setup, seed=1), 0, client)
     assert other != subnet
 
 
@@ -89,11 +91,11 @@ def test_the_window_of_fedrolex_starts_at_the_round_and_goes_round_the_end(world
                 assert set(part[group]) == window
 
 
-def test_every_cell_is_trained_once_a_window_has_gone_round(world, optimiser):
+def test_every_cell_is_trained_once_a_window_has_gone_round(world, local_training):
     """With clients of half the width; of a quarter, first and last of eight never meet."""
     half = world.with_clients(*(replace(c, budget=Budget(0.5)) for c in world.setup.clients))
-    method = fq.FedRolex(optimiser, masked=False, own_rows=False)
-    half = half.prepared(method)
+    method = fq.FedRolex(local_training, masked=False, own_rows=False)
+    half = half.prepare_model(method)
     state = start = half.start(method)
     for _ in range(8):
         state = half.round(method, state)
@@ -101,22 +103,27 @@ def test_every_cell_is_trained_once_a_window_has_gone_round(world, optimiser):
         assert (state.params[name] != start.params[name]).all()
 
 
-def test_settings_reach_the_clients(world, optimiser):
-    method = fq.FedRolex(optimiser)
+def test_settings_reach_the_clients(world, local_training):
+    method = fq.FedRolex(local_training)
     state = replace(method.start(world.setup), phase="train")
     task = method.plan(world.setup, state, world.setup.clients)[1]
     assert (task.recipe.masked, task.recipe.own_rows, task.recipe.scale) == (True, True, False)
     assert (task.recipe.labels, task.recipe.weight) == ((0, 1), 16)
-    task = fq.FedDrop(optimiser).plan(world.setup, state, world.setup.clients)[1]
+    task = fq.FedDrop(local_training).plan(world.setup, state, world.setup.clients)[1]
     assert (task.recipe.masked, task.recipe.own_rows, task.recipe.scale) == (False, False, True)
-    assert task.recipe.objective == Plain()
+    assert task.recipe.objective == CrossEntropy()
     with pytest.raises(ConfigError, match=r"widths are fractions in \(0, 1\], got 0"):
         fq.FedDrop(width=0)
 
 
-def test_the_whole_model_comes_out(world, optimiser):
+def test_the_whole_model_comes_out(world, local_training):
     run = fq.train(
-        world.setup.model, world.setup.example, fq.FedDrop(optimiser), world.people, 1, workers=0
+        world.setup.model,
+        world.setup.example,
+        fq.FedDrop(local_training),
+        world.people,
+        1,
+        workers=0,
     )
     assert [score.width for score in run.scores] == [1.0]
     small = run.customize()

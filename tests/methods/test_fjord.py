@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.federation.client import Client, seed_of
+from fedquilt.federation.client import Client, derive_seed
 from fedquilt.federation.state import Setup
 from fedquilt.structure.budget import Budget
-from fedquilt.structure.cut import build, take
-from fedquilt.training.ordered import OrderedDropout, imitation
+from fedquilt.structure.cut import build_module, copy_subnet_tensors
+from fedquilt.training.ordered import OrderedDropout, distillation_loss
 
 WIDTHS = (1.0, 0.5, 0.25)
 STATISTICS = {f"features.{i}.running_{what}" for i in (1, 4) for what in ("mean", "var")}
@@ -26,7 +26,9 @@ COUNTERS = {f"features.{i}.num_batches_tracked" for i in (1, 4)}
 NORMS = STATISTICS | COUNTERS | {f"features.{i}.{w}" for i in (1, 4) for w in ("weight", "bias")}
 OWN = {"statistics": STATISTICS, "norms": NORMS}
 
-ONE_BATCH = fq.Optimiser(lr=0.1, momentum=0, weight_decay=1e-2, epochs=1, batch_size=16, clip=None)
+ONE_BATCH = fq.LocalTraining(
+    lr=0.1, momentum=0, weight_decay=1e-2, epochs=1, batch_size=16, max_grad_norm=None
+)
 SETTINGS = {
     "plain": replace(ONE_BATCH, epochs=2, batch_size=4),
     "momentum": replace(ONE_BATCH, epochs=2, batch_size=4, momentum=0.9),
@@ -61,9 +63,9 @@ def logits(p, width: float, x: Tensor) -> Tensor:
 
 def by_hand(params, method, widths, drawn, data, seed) -> tuple[dict[str, Tensor], float]:
     """Whole tensors after training the drawn widths, and the mean loss of the last epoch."""
-    settings = method.optimiser
+    settings = method.local_training
     p = {n: params[n].clone() for n in params if "@" not in n and n not in COUNTERS}
-    for name in OWN[method.own] - COUNTERS:
+    for name in OWN[method.private_params] - COUNTERS:
         for width in widths:
             p[f"{name}@{width:g}"] = params.get(f"{name}@{width:g}", params[name]).clone()
     learned = [n for n in p if "running" not in n]
@@ -98,10 +100,10 @@ def assert_sent(update, expected, widths, drawn, method) -> None:
     """The update holds the cells of the whole tensors, and of what widths own just the trained."""
     trained = set(drawn) | ({widths[0]} if method.distil else set())
     for width, part in zip(widths, update.params, strict=True):
-        names = set(OWN[method.own]) if width in trained else set()
+        names = set(OWN[method.private_params]) if width in trained else set()
         if width == widths[0]:
             names |= {n for n in expected if "@" not in n} | COUNTERS
-            names -= set() if width in trained else OWN[method.own]
+            names -= set() if width in trained else OWN[method.private_params]
         assert set(part) == names
         for name, tensor in part.items():
             if tensor.is_floating_point():
@@ -131,21 +133,21 @@ def warm(world):
     return replace(state, params=params)
 
 
-def test_a_client_gets_every_width_up_to_its_own(world, optimiser):
-    method = fq.FjORD(optimiser)
+def test_a_client_gets_every_width_up_to_its_own(world, local_training):
+    method = fq.FjORD(local_training)
     assert method.sizes(world.setup) == WIDTHS
     tasks = method.plan(world.setup, world.start(method), world.setup.clients)
     first = world.setup.structure.cut_groups()[0]
-    counts = [[world.setup.structure.kept(s, first) for s in t.subnets] for t in tasks]
+    counts = [[world.setup.structure.kept_count(s, first) for s in t.subnets] for t in tasks]
     assert counts == [[8, 4, 2], [4, 2], [2], [2]]
     for task, client in zip(tasks, world.setup.clients, strict=True):
-        widest, *narrow = (set(world.setup.structure.names(s)) for s in task.subnets)
+        widest, *narrow = (set(world.setup.structure.tensor_names(s)) for s in task.subnets)
         assert widest == set(world.setup.structure.shapes)
         assert narrow == [STATISTICS] * len(narrow)  # the rest is part of the widest
-        assert task.recipe == OrderedDropout(optimiser, 0.05, weight=client.num_examples)
-    some = fq.FjORD(optimiser, widths=(0.5, 0.75))
+        assert task.recipe == OrderedDropout(local_training, 0.05, weight=client.num_examples)
+    some = fq.FjORD(local_training, widths=(0.5, 0.75))
     tasks = some.plan(world.setup, world.start(some), world.setup.clients)
-    counts = [[world.setup.structure.kept(s, first) for s in t.subnets] for t in tasks]
+    counts = [[world.setup.structure.kept_count(s, first) for s in t.subnets] for t in tasks]
     assert counts == [[6, 4], [4], [2], [2]]
 
 
@@ -153,7 +155,7 @@ def test_a_client_gets_every_width_up_to_its_own(world, optimiser):
 @pytest.mark.parametrize(("distil", "own"), KINDS)
 def test_one_step_is_that_of_the_width_which_was_drawn(world, warm, distil, own, client):
     """Which one it was is seen from what comes back; every width comes equally often."""
-    method = fq.FjORD(ONE_BATCH, distil=distil, own=own)
+    method = fq.FjORD(ONE_BATCH, distil=distil, private_params=own)
     (task,) = method.plan(world.setup, warm, world.setup.clients[client : client + 1])
     widths, count = WIDTHS[client:], 45
     updates = world.done([replace(task, seed=seed) for seed in range(count)])
@@ -173,12 +175,12 @@ def test_one_step_is_that_of_the_width_which_was_drawn(world, warm, distil, own,
 @pytest.mark.parametrize(("distil", "own"), KINDS)
 def test_an_epoch_is_a_hand_written_loop(world, warm, distil, own, settings):
     """Weights and the statistics of each width, over batches with different widths."""
-    method = fq.FjORD(SETTINGS[settings], distil=distil, own=own)
+    method = fq.FjORD(SETTINGS[settings], distil=distil, private_params=own)
     seeds = (0, 1, 2)
     (task,) = method.plan(world.setup, warm, world.setup.clients[:1])
     updates, partly = world.done([replace(task, seed=seed) for seed in seeds]), 0
     for seed, update in zip(seeds, updates, strict=True):
-        draws = torch.Generator().manual_seed(seed_of(seed, 1))
+        draws = torch.Generator().manual_seed(derive_seed(seed, 1))
         drawn = [WIDTHS[int(torch.randint(3, (), generator=draws))] for _ in range(8)]
         data = world.people.train[0]
         expected, loss = by_hand(warm.params, method, WIDTHS, drawn, data, seed)
@@ -192,7 +194,7 @@ def test_an_epoch_is_a_hand_written_loop(world, warm, distil, own, settings):
 def test_widths_are_drawn_equally_often_and_the_teacher_sees_every_batch(world, distil):
     """By the layers' own counters, which come back if norms do."""
     settings = replace(ONE_BATCH, lr=1e-3, batch_size=2, epochs=20)
-    method = fq.FjORD(settings, distil=distil, own="norms")
+    method = fq.FjORD(settings, distil=distil, private_params="norms")
     tasks = method.plan(world.setup, world.start(method), world.setup.clients[:2])
     for update, widths in zip(world.done(tasks), (WIDTHS, WIDTHS[1:]), strict=True):
         counts = [int(part["features.4.num_batches_tracked"]) for part in update.params]
@@ -209,7 +211,7 @@ def test_a_teacher_learns_nothing_from_being_imitated():
     student, teacher = (torch.randn(3, 2, 5, generator=generator) for _ in range(2))
     student.requires_grad_()
     teacher.requires_grad_()
-    loss = imitation(student, teacher)
+    loss = distillation_loss(student, teacher)
     (gradient, nothing) = torch.autograd.grad(loss, (student, teacher), allow_unused=True)
     assert nothing is None
     expected = (student.softmax(-1) - teacher.softmax(-1)) / 6
@@ -221,7 +223,7 @@ def test_a_teacher_learns_nothing_from_being_imitated():
 
 @pytest.mark.parametrize(("distil", "own"), KINDS)
 def test_a_client_of_the_smallest_width_sends_just_its_cells(world, traffic, distil, own):
-    method = fq.FjORD(SETTINGS["plain"], distil=distil, own=own)
+    method = fq.FjORD(SETTINGS["plain"], distil=distil, private_params=own)
     state = world.start(method)
     (task,) = method.plan(world.setup, state, world.setup.clients[2:3])
     (update,) = world.done([task])
@@ -238,20 +240,23 @@ def test_a_client_of_the_smallest_width_sends_just_its_cells(world, traffic, dis
 
 
 @pytest.mark.parametrize(("distil", "own"), KINDS)
-def test_one_width_for_all_is_fedavg_bit_for_bit(world, optimiser, same, distil, own):
+def test_one_width_for_all_is_fedavg_bit_for_bit(world, local_training, same, distil, own):
     """In several epochs: a draw among one does not change the batches."""
-    settings = replace(optimiser, epochs=2)
+    settings = replace(local_training, epochs=2)
     clients = [
         replace(client, budget=Budget(0.5), num_examples=count)
         for client, count in zip(world.setup.clients, (30, 10, 25, 4), strict=True)
     ]
     world, found = world.with_clients(*clients), []
-    for method in (fq.FjORD(settings, distil=distil, own=own), fq.FedAvg(settings, width=0.5)):
+    for method in (
+        fq.FjORD(settings, distil=distil, private_params=own),
+        fq.FedAvg(settings, width=0.5),
+    ):
         state = world.start(method)
         for _ in range(2):
             state = world.round(method, state)
-        (subnet,) = method.mix(world.setup, state, 0.5)
-        found.append(take(state.params, world.setup.structure, subnet))
+        (subnet,) = method.ensemble(world.setup, state, 0.5)
+        found.append(copy_subnet_tensors(state.params, world.setup.structure, subnet))
     assert same(found[0], found[1])
 
 
@@ -261,7 +266,7 @@ def test_a_cell_is_averaged_over_those_who_trained_it_by_their_data(world, warm,
     counts = (30, 10, 25, 4)
     pairs = zip(world.setup.clients, counts, strict=True)
     world = world.with_clients(*(replace(c, num_examples=count) for c, count in pairs))
-    method = fq.FjORD(ONE_BATCH, distil=distil, own=own)
+    method = fq.FjORD(ONE_BATCH, distil=distil, private_params=own)
     updates = world.done(method.plan(world.setup, warm, world.setup.clients))
     sums = {n: np.zeros(t.shape) for n, t in warm.params.items() if t.is_floating_point()}
     weights = {n: np.zeros_like(total) for n, total in sums.items()}
@@ -302,10 +307,10 @@ def test_statistics_of_a_width_that_nobody_drew_are_kept(world, warm):
 
 @pytest.mark.parametrize("own", OWN)
 def test_a_customized_model_has_what_its_width_owns(world, warm, own):
-    method = fq.FjORD(ONE_BATCH, own=own)
+    method = fq.FjORD(ONE_BATCH, private_params=own)
     for width, owner in ((1.0, "1"), (0.5, "0.5"), (0.25, "0.25"), (0.4, "0.5"), (0.1, "0.25")):
-        (subnet,) = method.mix(world.setup, world.start(method), width)
-        small = build(world.setup.model, world.setup.structure, subnet, warm.params)
+        (subnet,) = method.ensemble(world.setup, world.start(method), width)
+        small = build_module(world.setup.model, world.setup.structure, subnet, warm.params)
         for name in ("running_mean", "running_var", "weight", "bias"):
             full = f"features.1.{name}"
             source = warm.params[f"{full}@{owner}" if full in OWN[own] else full]
@@ -318,30 +323,30 @@ def test_a_customized_model_has_what_its_width_owns(world, warm, own):
 def test_a_model_without_batch_normalisation_has_nothing_of_its_own(distil, own):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
-    structure = fq.Structure.trace(net, torch.zeros(2, 3))
+    structure = fq.trace_structure(net, torch.zeros(2, 3))
     clients = (Client(0, 50, (0, 1), Budget(1.0)), Client(1, 50, (0, 1), Budget(0.5)))
     setup = Setup(net, structure, torch.zeros(2, 3), clients, 1, 0)
-    method = fq.FjORD(distil=distil, own=own)
+    method = fq.FjORD(distil=distil, private_params=own)
     wide, _ = method.plan(setup, replace(method.start(setup), phase="train"), clients)
     assert [s.owner for s in wide.subnets] == ["", ""]
-    assert [structure.names(s) for s in wide.subnets] == [list(structure.shapes), []]
+    assert [structure.tensor_names(s) for s in wide.subnets] == [list(structure.shapes), []]
 
 
 def test_defaults_are_those_of_the_authors_code():
     method = fq.FjORD()
-    assert method.optimiser == fq.Optimiser(
-        lr=0.1, momentum=0, weight_decay=1e-4, epochs=1, batch_size=32, clip=None
+    assert method.local_training == fq.LocalTraining(
+        lr=0.1, momentum=0, weight_decay=1e-4, epochs=1, batch_size=32, max_grad_norm=None
     )
-    assert (method.distil, method.own) == (True, "statistics")
+    assert (method.distil, method.private_params) == (True, "statistics")
     assert method.fraction is None  # a tenth of their hundred clients
-    assert method.usual_budgets(torch.nn.Linear(1, 1)) == (1.0, 0.8, 0.6, 0.4, 0.2)
-    assert [method.optimiser.rate(round, 500) for round in (0, 499)] == [0.1, 0.1]
+    assert method.default_budgets(torch.nn.Linear(1, 1)) == (1.0, 0.8, 0.6, 0.4, 0.2)
+    assert [method.local_training.lr_at(round, 500) for round in (0, 499)] == [0.1, 0.1]
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"own": "nothing"}, "'statistics' or 'norms', got 'nothing'"),
+        ({"private_params": "nothing"}, "'statistics' or 'norms', got 'nothing'"),
         ({"widths": (0.5, 2)}, "got 2"),
     ],
 )

@@ -11,23 +11,26 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.data.examples import as_examples
+from fedquilt.data import to_examples
 from fedquilt.data.population import Population
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.federation.client import SERVER, Client, Update
 from fedquilt.federation.state import Setup
-from fedquilt.methods.nefl import larger_steps
+from fedquilt.methods.nefl import enlarge_steps
 from fedquilt.models import MODELS
 from fedquilt.models.nefl import ViT
-from fedquilt.structure.blocks import residual_blocks
+from fedquilt.structure.blocks.find import find_residual_blocks
 from fedquilt.structure.budget import Budget
-from fedquilt.structure.cut import build, take
-from fedquilt.structure.groups import NORMS, STEPS, traced
+from fedquilt.structure.cut import build_module, copy_subnet_tensors
+from fedquilt.structure.structure import NORMS, STEPS
 from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.trace.readings import trace_once
 
 SIZES = (0.2, 0.4, 0.6, 0.8, 1.0)
 EXAMPLE = torch.zeros(2, 1, 5, 5)
-PLAIN = fq.Optimiser(lr=0.05, momentum=0.9, weight_decay=1e-2, epochs=1, batch_size=4, clip=None)
+PLAIN = fq.LocalTraining(
+    lr=0.05, momentum=0.9, weight_decay=1e-2, epochs=1, batch_size=4, max_grad_norm=None
+)
 REST, BLOCK = 12 * 10 + 24 + 4 * 13, 9 * 12 * 8 + 9 * 8 * 12 + 24  # parameters of the net below
 
 
@@ -63,7 +66,7 @@ def drawn(count: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(count) % 4
     x = torch.randn(count, 1, 5, 5, generator=generator) + y.view(-1, 1, 1, 1)
-    return as_examples((x, y))
+    return to_examples((x, y))
 
 
 def population(*budgets: Budget) -> Population:
@@ -74,7 +77,7 @@ def population(*budgets: Budget) -> Population:
 
 def untrained(net: nn.Module, example: Tensor, *clients: Client) -> Setup:
     """A setup whose structure is not checked, which takes longest."""
-    structure = replace(traced(net, example, ())[0], blocks=residual_blocks(net))
+    structure = replace(trace_once(net, example, ())[0], blocks=find_residual_blocks(net))
     return Setup(net, structure, example, clients, rounds=2, seed=3)
 
 
@@ -88,7 +91,7 @@ def given() -> Setup:
 @pytest.fixture(scope="module")
 def setup(given) -> Setup:
     """The same with steps."""
-    return fq.NeFL().prepared(given)
+    return fq.NeFL().prepare_model(given)
 
 
 @pytest.fixture
@@ -129,13 +132,13 @@ B_5 = {  # Appendix B.5
 def test_clients_draw_from_the_tiers_around_their_own(setup, tier):
     method, rounds = by_depth(), 400
     client = setup.clients[SIZES.index(tier)]
-    draws = [method.size_of(setup, round, client) for round in range(rounds)]
+    draws = [method.draw_size(setup, round, client) for round in range(rounds)]
     counts, expected = Counter(draws), rounds / len(B_5[tier])
     assert set(counts) == B_5[tier]
     assert sum((n - expected) ** 2 / expected for n in counts.values()) < 20  # χ², at most 4 dof
-    assert [method.size_of(setup, round, client) for round in range(20)] == draws[:20]
+    assert [method.draw_size(setup, round, client) for round in range(20)] == draws[:20]
     other = replace(client, id=17)
-    assert [method.size_of(setup, round, other) for round in range(20)] != draws[:20]
+    assert [method.draw_size(setup, round, other) for round in range(20)] != draws[:20]
 
 
 def test_a_task_is_the_drawn_submodel_with_its_own_tensors(setup):
@@ -144,10 +147,10 @@ def test_a_task_is_the_drawn_submodel_with_its_own_tensors(setup):
         state = replace(method.start(setup), round=number)
         tasks = method.plan(setup, state, setup.clients)
         for client, task in zip(setup.clients, tasks, strict=True):
-            size = method.size_of(setup, number, client)
+            size = method.draw_size(setup, number, client)
             (subnet,) = task.subnets
             assert subnet.skipped == tuple(f"blocks.{i}" for i in range(round(5 * size), 5))
-            assert (subnet.owner, subnet.own) == (f"{size:g}", (NORMS, STEPS))
+            assert (subnet.owner, subnet.private) == (f"{size:g}", (NORMS, STEPS))
             assert task.recipe.weight == 1.0  # Algorithm 2 counts clients, not their data
 
 
@@ -155,13 +158,16 @@ def test_a_task_is_the_drawn_submodel_with_its_own_tensors(setup):
     ("settings", "reached"),
     [
         ({"assignment": "fixed"}, [{0.2}, {0.4}, {0.6}, {0.8}, {1.0}]),
-        ({"reach": 0}, [{0.2}, {0.4}, {0.6}, {0.8}, {1.0}]),
-        ({"reach": 1}, [{0.2, 0.4}, {0.2, 0.4, 0.6}, {0.4, 0.6, 0.8}, {0.6, 0.8, 1}, {0.8, 1}]),
+        ({"tier_range": 0}, [{0.2}, {0.4}, {0.6}, {0.8}, {1.0}]),
+        (
+            {"tier_range": 1},
+            [{0.2, 0.4}, {0.2, 0.4, 0.6}, {0.4, 0.6, 0.8}, {0.6, 0.8, 1}, {0.8, 1}],
+        ),
     ],
 )
 def test_reach_says_how_far_from_its_tier_a_client_goes(setup, settings, reached):
     method = by_depth(**settings)
-    found = [{method.size_of(setup, r, client) for r in range(40)} for client in setup.clients]
+    found = [{method.draw_size(setup, r, client) for r in range(40)} for client in setup.clients]
     assert found == reached
 
 
@@ -171,7 +177,7 @@ def test_physical_limits_are_never_exceeded(setup, width, blocks):
     method = by_depth()
     price = REST + blocks * (BLOCK + 1)  # a block has a step
     client = Client(0, 8, (), Budget(width, params=price))
-    found = {method.size_of(setup, round, client) for round in range(60)}
+    found = {method.draw_size(setup, round, client) for round in range(60)}
     tier = min(width, blocks / 5)
     assert found == {size for size in B_5[tier] if size <= blocks / 5}
 
@@ -181,7 +187,7 @@ def test_a_budget_that_nothing_meets_is_refused_with_the_smallest_cost(setup, bu
     method = by_depth()
     said = rf"no size meets .* of client 7; the smallest is 0.2 .* Cost\(params={REST + BLOCK + 1},"
     with pytest.raises(BudgetError, match=said):
-        method.size_of(setup, 0, Client(7, 8, (), budget))
+        method.draw_size(setup, 0, Client(7, 8, (), budget))
 
 
 def test_the_sizes_are_the_clients_budgets_unless_they_are_named(setup):
@@ -202,8 +208,8 @@ def answers(setup: Setup, method, state, sizes: tuple[float, ...], seed: int) ->
     generator = torch.Generator().manual_seed(seed)
     found = []
     for number, size in enumerate(sizes):
-        (subnet,) = method.mix(setup, state, size)
-        cells = take(state.params, setup.structure, subnet)
+        (subnet,) = method.ensemble(setup, state, size)
+        cells = copy_subnet_tensors(state.params, setup.structure, subnet)
         sent = {
             n: torch.randn(t.shape, generator=generator) if t.is_floating_point() else t
             for n, t in cells.items()
@@ -243,7 +249,7 @@ def expected(old, updates, is_own) -> dict[str, np.ndarray]:
     ids=["default", "nothing", "norms", "fc and steps"],
 )
 def test_a_round_averages_what_is_shared_and_each_submodels_own(setup, own, is_own):
-    method = by_both(own=own)
+    method = by_both(private_params=own)
     state = replace(method.start(setup), phase="train")
     for number, sizes in enumerate([(0.25, 0.5, 1.0, 0.5), (1.0, 0.25, 0.25)]):
         updates = answers(setup, method, state, sizes, seed=number)
@@ -263,8 +269,8 @@ def test_a_round_averages_what_is_shared_and_each_submodels_own(setup, own, is_o
 def test_submodels_are_cut_in_width_and_in_depth(setup):
     """So that the oracle above sees cells that some clients hold and others do not."""
     method = by_both()
-    (subnet,) = method.mix(setup, method.start(setup), 0.25)
-    small = build(setup.model, setup.structure, subnet)
+    (subnet,) = method.ensemble(setup, method.start(setup), 0.25)
+    small = build_module(setup.model, setup.structure, subnet)
     assert 1 < len(small.norm.weight) < 12
     assert not list(small.blocks[4].parameters())
     assert size_of(small) == pytest.approx(0.25, rel=0.05)
@@ -291,7 +297,7 @@ TABLE_12 = {  # NeFL-D_O
 @pytest.fixture(scope="module")
 def resnet56() -> Setup:
     method = fq.NeFL(table="resnet56", scaling="D")
-    return method.prepared(untrained(MODELS["resnet56"](), torch.zeros(2, 3, 8, 8)))
+    return method.prepare_model(untrained(MODELS["resnet56"](), torch.zeros(2, 3, 8, 8)))
 
 
 @pytest.mark.parametrize("start", ["one", "ode"])
@@ -299,8 +305,8 @@ def test_steps_start_as_in_table_12(resnet56, start):
     method = fq.NeFL(table="resnet56", scaling="D", step_start=start)
     state = method.start(resnet56)
     for size, line in TABLE_12.items():
-        (subnet,) = method.mix(resnet56, state, size)
-        tensors = take(state.params, resnet56.structure, subnet)
+        (subnet,) = method.ensemble(resnet56, state, size)
+        tensors = copy_subnet_tensors(state.params, resnet56.structure, subnet)
         for stage, steps in enumerate(line.split(" | "), 1):
             found = [tensors.get(f"layer{stage}.{i}.step", torch.zeros(())) for i in range(9)]
             printed = [float(step) for step in steps.split()]
@@ -311,7 +317,7 @@ def test_steps_start_as_in_table_12(resnet56, start):
 
 def test_a_gap_lengthens_the_step_before_it_in_the_same_stage(resnet56):
     gone = ["layer1.0", *(f"layer1.{i}" for i in (3, 4, 5)), "layer2.0", "layer2.1", "layer3.8"]
-    steps = larger_steps(resnet56.structure, Subnet(skipped=tuple(gone)))
+    steps = enlarge_steps(resnet56.structure, Subnet(skipped=tuple(gone)))
     longer = {name: step for name, step in steps.items() if step != 1}
     assert longer == {"layer1.2.step": 4, "layer3.7.step": 2}
     assert len(steps) == 27 - len(gone)
@@ -320,14 +326,14 @@ def test_a_gap_lengthens_the_step_before_it_in_the_same_stage(resnet56):
 def test_attention_and_feed_forward_stand_in_for_their_own_kind():
     net = ViT(image_size=8, patch_size=4, dim=8, depth=12, heads=2, mlp_dim=8)
     method = fq.NeFL(table="vit-b16", scaling="D", step_start="ode")
-    setup = method.prepared(untrained(net, torch.zeros(2, 3, 8, 8)))
+    setup = method.prepare_model(untrained(net, torch.zeros(2, 3, 8, 8)))
     params = method.start(setup).params
     for size, kept in (("0.5", 6), ("0.75", 9), ("1", 12)):
         for part in ("attn", "mlp"):
             names = [f"blocks.{i}.{part}_step@{size}" for i in range(12)]
             assert [n for n in names if n in params] == names[:kept]
             assert [float(params[n]) for n in names[:kept]] == [1.0] * (kept - 1) + [13.0 - kept]
-    steps = larger_steps(setup.structure, Subnet(skipped=("blocks.3.attn", "blocks.4.attn")))
+    steps = enlarge_steps(setup.structure, Subnet(skipped=("blocks.3.attn", "blocks.4.attn")))
     longer = {name: step for name, step in steps.items() if step != 1}
     assert longer == {"blocks.2.attn_step": 3}
 
@@ -335,9 +341,9 @@ def test_attention_and_feed_forward_stand_in_for_their_own_kind():
 @pytest.mark.parametrize("steps", ["learned", "constant"])
 def test_a_step_of_three_adds_the_branch_three_times(given, steps):
     method = by_depth(steps=steps, step_start="ode")
-    setup = method.prepared(given)
-    (subnet,) = method.mix(setup, method.start(setup), 0.6)
-    small = build(setup.model, setup.structure, subnet, method.start(setup).params).eval()
+    setup = method.prepare_model(given)
+    (subnet,) = method.ensemble(setup, method.start(setup), 0.6)
+    small = build_module(setup.model, setup.structure, subnet, method.start(setup).params).eval()
     net, x = given.model.eval(), torch.randn(3, 1, 5, 5)
     with torch.no_grad():
         h = net.norm(net.stem(x)).relu()
@@ -354,7 +360,7 @@ def test_constant_steps_are_not_trained_and_learned_ones_are(given, trained):
     settings = {"step_start": "ode", "assignment": "fixed"}
     for steps in ("constant", "learned"):
         method = by_depth(steps=steps, **settings)
-        before = steps_of(method.start(method.prepared(given)).params)
+        before = steps_of(method.start(method.prepare_model(given)).params)
         after = steps_of(trained(method, 0.4, 1.0).state.params)
         assert set(after) == set(before)
         assert len(before) == 5 + (1 + 2 + 3 + 4 + 5)
@@ -455,7 +461,7 @@ def test_one_whole_net_on_one_client_is_fedavg_bit_for_bit(trained):
         ({"steps": "some"}, "steps.*'learned', 'constant' or 'none', got 'some'"),
         ({"step_start": "two"}, "step_start.*'one' or 'ode', got 'two'"),
         ({"assignment": "free"}, "assignment.*'dynamic' or 'fixed', got 'free'"),
-        ({"reach": -1}, "0 or more, got -1"),
+        ({"tier_range": -1}, "0 or more, got -1"),
         ({"step_start": "ode", "steps": "none"}, "'ode' needs steps; let them be learned"),
     ],
 )
@@ -466,6 +472,6 @@ def test_settings_that_make_no_sense_are_refused(wrong, said):
 
 @pytest.mark.parametrize("own", [(), (NORMS,), (NORMS, "blocks.0.step")])
 def test_longer_steps_need_steps_of_their_own(setup, own):
-    method = by_depth(step_start="ode", own=own)
-    with pytest.raises(ConfigError, match=r"steps of its own, but own is .*; add ':steps' to it"):
+    method = by_depth(step_start="ode", private_params=own)
+    with pytest.raises(ConfigError, match=r"but private_params is .*; add ':steps' to it"):
         method.start(setup)

@@ -11,37 +11,40 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.data.examples import as_examples
-from fedquilt.engines.kept import KeptStates
-from fedquilt.engines.worker import do_task
+from fedquilt.data import to_examples
+from fedquilt.engines.client_state import ClientStateStore
+from fedquilt.engines.client_work import run_task
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Task
-from fedquilt.runs.loop import RoundDone
-from fedquilt.structure.cut import load
+from fedquilt.runs.events import RoundDone
+from fedquilt.structure.cut import load_tensors
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import named_tensors
+from fedquilt.structure.tensors import named_tensors
 from fedquilt.training import moreau
+from fedquilt.training.context import ClientContext
 from fedquilt.training.evaluate import Evaluate
-from fedquilt.training.moreau import Moreau, personal
-from fedquilt.training.recipe import Workbench
-from fedquilt.training.sgd import SGD, batches
+from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.loop import iterate_batches
+from fedquilt.training.moreau import Moreau, personal_subnet
 
-PLAIN = fq.Optimiser(lr=0.05, momentum=0.0, weight_decay=0.0, epochs=1, batch_size=4, clip=None)
+PLAIN = fq.LocalTraining(
+    lr=0.05, momentum=0.0, weight_decay=0.0, epochs=1, batch_size=4, max_grad_norm=None
+)
 
 
 def uncut(net):
     """The structure of a layer that has no channels to cut."""
-    return fq.Structure.declare(net, {n: (None,) * w.ndim for n, w in net.named_parameters()})
+    return fq.declare_structure(net, {n: (None,) * w.ndim for n, w in net.named_parameters()})
 
 
 def done(net, data, recipe, seed=5, kept=None):
     """One client's work: what it sends, what it would itself use, and what it keeps."""
-    bench = Workbench(net, uncut(net), {"train": {0: data}})
+    context = ClientContext(net, uncut(net), {"train": {0: data}})
     params = {n: w.detach().clone() for n, w in net.named_parameters()}
-    update, state = do_task(Task(0, (Subnet(),), params, recipe, seed), bench, kept)
-    assert bench.own is not None
-    (own,) = bench.own[1]
-    return update.params[0], own, state
+    result = run_task(Task(0, (Subnet(),), params, recipe, seed), context, kept)
+    assert result.local_model is not None
+    (own,) = result.local_model[1]
+    return result.update.params[0], own, result.state
 
 
 def softmax_slopes(weight, bias, x, y):
@@ -60,14 +63,14 @@ def test_a_client_does_what_a_plain_loop_does(momentum, decay):
     x, y = torch.randn(11, 3, dtype=torch.float64), torch.arange(11) % 4
     settings = replace(PLAIN, momentum=momentum, weight_decay=decay, epochs=2)
     recipe = Moreau(settings, lr=0.07, steps=3, attraction=2.5, personal_lr=0.1)
-    sent, own, _ = done(net, as_examples((x, y)), recipe)
+    sent, own, _ = done(net, to_examples((x, y)), recipe)
 
     shared = [net.weight.detach().numpy().copy(), net.bias.detach().numpy().copy()]
     theta = [w.copy() for w in shared]
     speed = [np.zeros_like(w) for w in shared]
     generator = torch.Generator().manual_seed(5)
     for _ in range(2):
-        for rows in batches(11, 4, generator):
+        for rows in iterate_batches(11, 4, generator):
             some, labels = x[rows].numpy(), y[rows].numpy()
             for _ in range(3):
                 slopes = softmax_slopes(*theta, some, labels)
@@ -92,7 +95,7 @@ def test_a_quadratic_loss_has_closed_forms(monkeypatch, curve, attraction):
     )
     net = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(net.weight, -1.0)
-    data = as_examples((torch.ones(6, 1, dtype=torch.float64), torch.zeros(6, dtype=torch.int64)))
+    data = to_examples((torch.ones(6, 1, dtype=torch.float64), torch.zeros(6, dtype=torch.int64)))
     recipe = Moreau(
         replace(PLAIN, batch_size=2),
         lr=lr,
@@ -110,7 +113,7 @@ def test_a_quadratic_loss_has_closed_forms(monkeypatch, curve, attraction):
 
 def test_nobody_learns_whose_own_model_stays_where_it_is(world, same):
     method = fq.PFedMe(PLAIN, personal_lr=0.0)
-    here = world.prepared(method)
+    here = world.prepare_model(method)
     state = here.start(method)
     assert same(state.params, here.round(method, state).params)
 
@@ -122,12 +125,12 @@ def test_with_all_attraction_it_is_sgd():
     """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
-    data = as_examples((torch.randn(22, 3, dtype=torch.float64), torch.arange(22) % 4))
+    data = to_examples((torch.randn(22, 3, dtype=torch.float64), torch.arange(22) % 4))
     settings = replace(PLAIN, lr=0.3, epochs=2)
-    bench = Workbench(net, uncut(net), {"train": {0: data}})
+    context = ClientContext(net, uncut(net), {"train": {0: data}})
     start = {n: w.detach().clone() for n, w in net.named_parameters()}
-    task = Task(0, (Subnet(),), start, SGD(settings, lr=0.3), 5)
-    expected = do_task(task, bench, None)[0].params[0]
+    task = Task(0, (Subnet(),), start, LocalSGD(settings, lr=0.3), 5)
+    expected = run_task(task, context, None).update.params[0]
 
     def off(attraction):
         recipe = Moreau(
@@ -145,11 +148,11 @@ def test_with_all_attraction_it_is_sgd():
 def test_the_server_goes_beta_of_the_way_to_the_mean_and_all_clients_count_alike(world, beta):
     method = fq.PFedMe(PLAIN, beta=beta)
     clients = (replace(c, num_examples=1 + 100 * c.id) for c in world.setup.clients)
-    here = world.with_clients(*clients).prepared(method)
+    here = world.with_clients(*clients).prepare_model(method)
     state = here.start(method)
     updates = here.done(method.plan(here.setup, state, here.setup.clients))
     after = method.merge(here.setup, state, iter(updates)).params
-    for name in here.setup.structure.names(updates[0].subnets[0]):
+    for name in here.setup.structure.tensor_names(updates[0].subnets[0]):
         old = state.params[name]
         mean = torch.stack([u.params[0][name].double() for u in updates]).mean(0)
         expected = (1 - beta) * old.double() + beta * mean
@@ -160,7 +163,7 @@ def test_the_server_goes_beta_of_the_way_to_the_mean_and_all_clients_count_alike
 def test_a_client_keeps_its_own_model_and_starts_again_from_the_servers(world, same):
     recipe = Moreau(PLAIN, lr=0.05)
     torch.manual_seed(1)
-    net, data = nn.Linear(3, 4), as_examples((torch.randn(9, 3), torch.arange(9) % 4))
+    net, data = nn.Linear(3, 4), to_examples((torch.randn(9, 3), torch.arange(9) % 4))
     sent, own, kept = done(net, data, recipe)
     assert kept.keys() == {"weight@own", "bias@own"}
     assert all(kept[f"{n}@own"].equal(own[n]) and not own[n].equal(sent[n]) for n in own)
@@ -172,11 +175,11 @@ def test_only_what_is_kept_as_the_clients_own_is_its_model():
     """A recipe may keep other tensors, which are no part of any model."""
     torch.manual_seed(1)
     net = nn.Linear(3, 4)
-    bench = Workbench(net, uncut(net), {})
     params = {n: w.detach() + 1 for n, w in net.named_parameters()}
-    bench.kept = {"weight": torch.zeros(4, 3), "weight@own": torch.full((4, 3), 7.0)}
-    assert bench.module(Subnet(), params).weight.equal(params["weight"])
-    mine = bench.module(personal(Subnet()), params)
+    state = {"weight": torch.zeros(4, 3), "weight@own": torch.full((4, 3), 7.0)}
+    context = ClientContext(net, uncut(net), {}).for_client(state)
+    assert context.module(Subnet(), params).weight.equal(params["weight"])
+    mine = context.module(personal_subnet(Subnet()), params)
     assert mine.weight.eq(7).all()
     assert mine.bias.equal(params["bias"])  # not kept yet: the server's
 
@@ -200,11 +203,11 @@ def test_own_models_are_evaluated_and_can_be_taken(world, tmp_path, workers):
         1,
         workers=workers,
         out=tmp_path / "run",
-        watch=events.append,
-        pace=fq.Pace(test_locally=True),
+        callbacks=[events.append],
+        cadence=fq.Cadence(test_locally=True),
     )
     (local,) = (event.local for event in events if isinstance(event, RoundDone))
-    versions = {int(c): v for c, v in run.about["kept"].items()}
+    versions = run.info.client_versions
     assert len(versions) == 4  # all have statistics of their own, at last
     assert len(local) == 2  # those that took part
     (score,) = run.scores
@@ -212,7 +215,7 @@ def test_own_models_are_evaluated_and_can_be_taken(world, tmp_path, workers):
     for client in people.testers:
         module = run.customize(client=client)
         if client in local:
-            path = KeptStates(tmp_path / "run" / "clients").path(client, versions[client])
+            path = ClientStateStore(tmp_path / "run" / "clients").path(client, versions[client])
             theta = {n.removesuffix("@own"): t for n, t in load_file(path).items()}
             tensors = named_tensors(module)
             assert theta.keys() == tensors.keys()
@@ -231,24 +234,24 @@ def test_own_models_are_evaluated_and_can_be_taken(world, tmp_path, workers):
 
 def test_own_models_answer_as_they_were_when_the_client_last_took_part(world):
     """An evaluation by hand, of a client whose own model was made to give one answer."""
-    here = world.prepared(fq.PFedMe(PLAIN))
-    bench = Workbench(here.setup.model, here.setup.structure, here.people.data)
+    here = world.prepare_model(fq.PFedMe(PLAIN))
+    context = ClientContext(here.setup.model, here.setup.structure, here.people.data)
     params = here.start(fq.PFedMe()).params
-    module = bench.module(Subnet(), params)
+    module = context.module(Subnet(), params)
     answer = torch.tensor([0.0, 0.0, 0.0, 9.0])
-    load(module, {"classifier.bias": answer, "classifier.weight": torch.zeros(4, 4)})
-    bench.keep(module, personal(Subnet()), ("*",))
-    task = Task(3, (personal(Subnet()),), params, Evaluate(), 0)
-    update, _ = do_task(task, bench, bench.to_keep)
+    load_tensors(module, {"classifier.bias": answer, "classifier.weight": torch.zeros(4, 4)})
+    state = context.next_client_state([module], [personal_subnet(Subnet())], ("*",))
+    task = Task(3, (personal_subnet(Subnet()),), params, Evaluate(), 0)
+    update = run_task(task, context, state).update
     assert update.metrics["hits:0"] == update.metrics["examples"] == 5  # client 3 has class 3 alone
 
 
 def test_settings_reach_the_clients_and_senseless_ones_are_refused(world):
     method = fq.PFedMe(PLAIN, steps=7, attraction=3.0, personal_lr=0.02)
-    here = world.prepared(method)
+    here = world.prepare_model(method)
     (task,) = method.plan(here.setup, here.start(method), here.setup.clients[:1])
     assert task.recipe == Moreau(PLAIN, 0.05, steps=7, attraction=3.0, personal_lr=0.02)
-    names = here.setup.structure.names(task.subnets[0])
+    names = here.setup.structure.tensor_names(task.subnets[0])
     assert not any("running" in name or "tracked" in name for name in names)
     with pytest.raises(ConfigError, match=r"steps counts .* got 0"):
         fq.PFedMe(steps=0)

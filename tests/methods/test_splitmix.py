@@ -18,23 +18,23 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.customize.mixture import Mixture
-from fedquilt.data.examples import as_examples
+from fedquilt.customize.ensemble import Ensemble
+from fedquilt.data import to_examples
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.evaluation.accuracy import evaluate
-from fedquilt.federation.client import SERVER, Client, Update, seed_of
-from fedquilt.federation.state import Setup, State, sample
-from fedquilt.methods.splitmix import deck
+from fedquilt.federation.client import SERVER, Client, Update, derive_seed
+from fedquilt.federation.state import Setup, State, sample_cohort
+from fedquilt.methods.splitmix import shuffle_deck
 from fedquilt.runs import checkpoint
 from fedquilt.runs.checkpoint import Checkpoint
 from fedquilt.structure.budget import Budget
-from fedquilt.structure.cost import cost
-from fedquilt.structure.cut import build, load
+from fedquilt.structure.cost import compute_cost
+from fedquilt.structure.cut import build_module, load_tensors
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.objectives import Adversarial, Plain
-from fedquilt.training.scaler import scaled
-from fedquilt.training.sgd import batches
-from fedquilt.training.statistics import Statistics
+from fedquilt.training.loop import iterate_batches
+from fedquilt.training.objectives import Adversarial, CrossEntropy
+from fedquilt.training.scaler import scale_outputs
+from fedquilt.training.statistics import QueryStatistics
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def little() -> Setup:
     """For questions about who trains what, which no tensor answers."""
     net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
     example = torch.zeros(2, 4)
-    return Setup(net, fq.Structure.trace(net, example), example, (), rounds=9, seed=0)
+    return Setup(net, fq.trace_structure(net, example), example, (), rounds=9, seed=0)
 
 
 # Algorithm 2: SampleBaseModels
@@ -53,11 +53,11 @@ BASES = {1.0: "1", 0.7: "7/10", 0.5: "1/2", 1 / 3: "1/3", 0.3: "3/10", 0.25: "1/
 def visits(little, numbers, method, budgets, seed, rounds) -> list[list[int]]:
     """The bases of one client after another, over rounds as the loop makes them."""
     clients = tuple(Client(i, 1, (), Budget(w)) for i, w in enumerate(budgets))
-    setup = method.prepared(replace(little, clients=clients, seed=seed))
+    setup = method.prepare_model(replace(little, clients=clients, seed=seed))
     state = State(0, "train", {}, {"visits": 0, "together": False})
     found = []
     for round in range(rounds):
-        cohort = sample(setup.clients, method.phases(setup)[0], seed_of(seed, round))
+        cohort = sample_cohort(setup.clients, method.phases(setup)[0], derive_seed(seed, round))
         tasks = method.plan(setup, replace(state, round=round), cohort)
         assert [task.client for task in tasks] == [client.id for client in cohort]
         found += [numbers(task) for task in tasks]
@@ -74,7 +74,7 @@ def visits(little, numbers, method, budgets, seed, rounds) -> list[list[int]]:
 )
 def test_every_deck_deals_every_base_once(little, numbers, base, budgets, fraction, seed):
     """M visits that start at a multiple of M have each base as their first, whatever else."""
-    method = fq.SplitMix(base=base, fraction=fraction, together=False)
+    method = fq.SplitMix(base=base, fraction=fraction, stacked=False)
     exact = Fraction(BASES[base])
     widths = [max(Fraction(k, 24), exact) for k in budgets]
     rounds = math.ceil(20 / max(1, round(fraction * len(budgets))))
@@ -95,17 +95,17 @@ def test_every_deck_deals_every_base_once(little, numbers, base, budgets, fracti
 
 
 def test_a_client_trains_as_many_bases_as_its_budget_holds(little, numbers):
-    method = fq.SplitMix(base=0.125, together=False)
+    method = fq.SplitMix(base=0.125, stacked=False)
     found = visits(little, numbers, method, [0.125, 0.25, 0.3, 0.5, 0.99, 1.0], 0, 4)
     assert [len(chosen) for chosen in found] == [1, 2, 2, 4, 7, 8] * 4
 
 
 def test_other_bases_are_drawn_uniformly_without_replacement(little, numbers):
-    method = fq.SplitMix(base=0.125, together=False)
+    method = fq.SplitMix(base=0.125, stacked=False)
     client = Client(5, 1, (), Budget(0.375))
-    setup = method.prepared(replace(little, clients=(client,)))
+    setup = method.prepare_model(replace(little, clients=(client,)))
     state = State(0, "train", {}, {"visits": 11, "together": False})
-    first = deck(setup.seed, 1, 8)[3]
+    first = shuffle_deck(setup.seed, 1, 8)[3]
     tasks = [method.plan(setup, replace(state, round=r), setup.clients)[0] for r in range(3000)]
     pairs = Counter(tuple(sorted(set(numbers(task)) - {first})) for task in tasks)
     others = [i for i in range(8) if i != first]
@@ -115,24 +115,24 @@ def test_other_bases_are_drawn_uniformly_without_replacement(little, numbers):
 
 
 def test_others_are_drawn_anew_for_every_client(little, numbers):
-    method = fq.SplitMix(base=0.125, together=False)
+    method = fq.SplitMix(base=0.125, stacked=False)
     found = visits(little, numbers, method, [0.5] * 40, 0, 1)
     assert len({tuple(chosen) for chosen in found}) > 20  # of 70
 
 
 def test_decks_are_shuffled_uniformly_and_by_the_seed():
-    counts = Counter(tuple(deck(0, number, 3)) for number in range(3000))
+    counts = Counter(tuple(shuffle_deck(0, number, 3)) for number in range(3000))
     assert set(counts) == set(itertools.permutations(range(3)))
     # mean 500, standard deviation 20.4
     assert all(abs(count - 500) < 5 * 20.4 for count in counts.values())
-    assert [deck(0, n, 8) for n in range(5)] != [deck(1, n, 8) for n in range(5)]
+    assert [shuffle_deck(0, n, 8) for n in range(5)] != [shuffle_deck(1, n, 8) for n in range(5)]
 
 
 @pytest.fixture
-def dealt(world, optimiser):
+def dealt(world, local_training):
     """Three clients a round and a deck of four."""
-    method = fq.SplitMix(optimiser, fraction=0.75, base=0.25, together=False)
-    return method, world.prepared(method)
+    method = fq.SplitMix(local_training, fraction=0.75, base=0.25, stacked=False)
+    return method, world.prepare_model(method)
 
 
 def cohort_of(world, round):
@@ -144,15 +144,15 @@ def test_the_place_in_the_deck_survives_a_checkpoint(dealt, numbers, tmp_path):
     state, found, kept = world.start(method), [], []
     for round in range(5):
         state = replace(state, round=round, phase="train")
-        path = checkpoint.save(tmp_path, Checkpoint(state, {}), "same")
-        resumed = checkpoint.load(path).state
+        path = checkpoint.save_checkpoint(tmp_path, Checkpoint(state, {}), "same")
+        resumed = checkpoint.load_checkpoint(path).state
         cohort = cohort_of(world, round)
         found.append([numbers(t) for t in method.plan(world.setup, state, cohort)])
         kept.append([numbers(t) for t in method.plan(world.setup, resumed, cohort)])
         state = method.merge(world.setup, state, [])
-        assert state.memory["visits"] == 3 * (round + 1)
+        assert state.method_state["visits"] == 3 * (round + 1)
     assert found == kept
-    firsts = [deck(3, visit // 4, 4)[visit % 4] for visit in range(15)]
+    firsts = [shuffle_deck(3, visit // 4, 4)[visit % 4] for visit in range(15)]
     chosen = [some for round in found for some in round]
     assert all(first in some for first, some in zip(firsts, chosen, strict=True))
 
@@ -169,24 +169,26 @@ def test_clients_that_fail_do_not_disturb_the_deck(dealt, numbers):
     assert plans[0] == plans[1] == plans[2]
 
 
-def test_a_closing_phase_moves_no_card(world, optimiser):
-    method = fq.SplitMix(optimiser, base=0.25, statistics="post", sort=True, together=False)
-    world = world.prepared(method)
+def test_a_closing_phase_moves_no_card(world, local_training):
+    method = fq.SplitMix(
+        local_training, base=0.25, statistics="post", sort_bases=True, stacked=False
+    )
+    world = world.prepare_model(method)
     state = replace(world.start(method), phase="statistics")
-    assert world.round(method, state).memory == state.memory
+    assert world.round(method, state).method_state == state.method_state
     state = replace(state, phase="sort")
-    assert world.round(method, state).memory == state.memory
+    assert world.round(method, state).method_state == state.method_state
 
 
 # Algorithm 1: aggregation
 
 
 @pytest.mark.parametrize("who", [(0, 1, 2, 3), (2, 3)])
-def test_bases_are_averaged_as_algorithm_1_writes_it(world, optimiser, who):
+def test_bases_are_averaged_as_algorithm_1_writes_it(world, local_training, who):
     sizes = (30, 10, 25, 4)
     clients = [replace(world.setup.clients[k], num_examples=sizes[k]) for k in who]
-    method = fq.SplitMix(optimiser, base=0.25, statistics="tracked", together=False)
-    world = world.with_clients(*clients).prepared(method)
+    method = fq.SplitMix(local_training, base=0.25, statistics="tracked", stacked=False)
+    world = world.with_clients(*clients).prepare_model(method)
     state = world.start(method)
     tasks = method.plan(world.setup, state, world.setup.clients)
     updates = world.done(tasks)
@@ -215,26 +217,34 @@ def test_bases_are_averaged_as_algorithm_1_writes_it(world, optimiser, who):
      (1 / 7, 7), (0.1, 10), (0.07, 14), (1 / 49, 49), (0.16666666667, 6)],
 )  # fmt: skip
 def test_there_are_as_many_bases_as_fit_into_the_whole(world, base, count):
-    method = fq.SplitMix(base=base, together=False)
+    method = fq.SplitMix(base=base, stacked=False)
     assert method.num_bases == count
     wide = world.with_clients(replace(world.setup.clients[0], budget=Budget(1.0)))
-    setup = wide.prepared(method).setup
+    setup = wide.prepare_model(method).setup
     state = replace(method.start(setup), phase="train")
     (task,) = method.plan(setup, state, setup.clients)
     assert len(task.subnets) == count
     sizes = method.sizes(setup)
     assert sizes == pytest.approx([k * base for k in range(count, 0, -1)])
-    assert [len(method.mix(setup, state, width)) for width in sizes] == list(range(count, 0, -1))
+    assert [len(method.ensemble(setup, state, width)) for width in sizes] == list(
+        range(count, 0, -1)
+    )
     assert max(sizes) <= 1
-    assert len(method.mix(setup, state, 1.0)) == count
+    assert len(method.ensemble(setup, state, 1.0)) == count
 
 
 # Algorithm 3: local training
 
 STEPS = {
-    "plain": fq.Optimiser(momentum=0, weight_decay=0, epochs=1, batch_size=4, clip=None),
-    "momentum": fq.Optimiser(momentum=0.9, weight_decay=0, epochs=2, batch_size=5, clip=None),
-    "clipped": fq.Optimiser(momentum=0.9, weight_decay=5e-4, epochs=2, batch_size=4, clip=0.05),
+    "plain": fq.LocalTraining(
+        momentum=0, weight_decay=0, epochs=1, batch_size=4, max_grad_norm=None
+    ),
+    "momentum": fq.LocalTraining(
+        momentum=0.9, weight_decay=0, epochs=2, batch_size=5, max_grad_norm=None
+    ),
+    "clipped": fq.LocalTraining(
+        momentum=0.9, weight_decay=5e-4, epochs=2, batch_size=4, max_grad_norm=0.05
+    ),
 }
 
 
@@ -242,9 +252,9 @@ STEPS = {
 @pytest.mark.parametrize("kind", ["batch", "post", "tracked", "local"])
 @pytest.mark.parametrize("steps", STEPS)
 def test_bases_of_a_client_are_trained_as_if_each_were_alone(world, together, kind, steps):
-    optimiser = replace(STEPS[steps], lr=0.1)
-    method = fq.SplitMix(optimiser, base=0.25, statistics=kind, together=together)
-    world = world.prepared(method)
+    local_training = replace(STEPS[steps], lr=0.1)
+    method = fq.SplitMix(local_training, base=0.25, statistics=kind, stacked=together)
+    world = world.prepare_model(method)
     state = world.start(method)
     far = {n: 3 * t if n.endswith("@1") else t for n, t in state.params.items()}  # longer gradients
     (task,) = method.plan(world.setup, replace(state, params=far), world.setup.clients[:1])
@@ -263,15 +273,17 @@ def test_bases_of_a_client_are_trained_as_if_each_were_alone(world, together, ki
 
 def test_a_step_of_one_base_is_sgd_on_its_own_loss(world):
     """Algorithm 3, line 5, for one batch."""
-    optimiser = fq.Optimiser(lr=0.1, momentum=0, weight_decay=0, epochs=1, batch_size=16, clip=None)
-    method = fq.SplitMix(optimiser, base=0.25, masked=False, together=False)
-    world = world.prepared(method)
+    local_training = fq.LocalTraining(
+        lr=0.1, momentum=0, weight_decay=0, epochs=1, batch_size=16, max_grad_norm=None
+    )
+    method = fq.SplitMix(local_training, base=0.25, masked=False, stacked=False)
+    world = world.prepare_model(method)
     state = world.start(method)
     (task,) = method.plan(world.setup, state, world.setup.clients[:1])
     (update,) = world.done([task])
     data = world.people.train[0]
     for i, sent in enumerate(update.params):
-        net = build(world.setup.model, world.setup.structure, Subnet(), own(state.params, i))
+        net = build_module(world.setup.model, world.setup.structure, Subnet(), own(state.params, i))
         loss = F.cross_entropy(net.train()(data.inputs), data.labels)
         gradients = torch.autograd.grad(loss, list(net.parameters()))
         for (name, w), g in zip(net.named_parameters(), gradients, strict=True):
@@ -284,25 +296,27 @@ def own(params, number: int) -> dict[str, Tensor]:
     return {n: params[f"{n}@{i}"] for n, _, i in named if int(i) == number}
 
 
-def test_a_robust_base_minimises_equation_1(world, optimiser):
-    method = fq.SplitMix(optimiser, robust=True, share=0.3, epsilon=0.1, steps=2, base=0.5)
-    world = world.with_clients(*world.setup.clients[:2]).prepared(method)
+def test_a_robust_base_minimises_equation_1(world, local_training):
+    method = fq.SplitMix(
+        local_training, robust=True, robust_fraction=0.3, epsilon=0.1, steps=2, base=0.5
+    )
+    world = world.with_clients(*world.setup.clients[:2]).prepare_model(method)
     state = world.start(method)
     for task in method.plan(world.setup, state, world.setup.clients):
         objective = task.recipe.objective
         assert isinstance(objective, Adversarial)
         assert (objective.share, objective.attack.epsilon, objective.attack.steps) == (0.3, 0.1, 2)
-        assert not task.recipe.together
-    plain = fq.SplitMix(optimiser).objective
-    assert plain == Plain()
+        assert not task.recipe.stacked
+    plain = fq.SplitMix(local_training).objective
+    assert plain == CrossEntropy()
     halves = {n.partition("@")[0] for n in state.params}
     assert {"features.1.clean.weight", "features.1.noise.running_mean"} <= halves
 
 
 @pytest.mark.parametrize("kind", ["batch", "tracked", "local"])
-def test_only_the_chosen_bases_travel(world, optimiser, traffic, kind):
-    method = fq.SplitMix(optimiser, base=0.25, statistics=kind, together=False)
-    world = world.prepared(method)
+def test_only_the_chosen_bases_travel(world, local_training, traffic, kind):
+    method = fq.SplitMix(local_training, base=0.25, statistics=kind, stacked=False)
+    world = world.prepare_model(method)
     tasks = method.plan(world.setup, world.start(method), world.setup.clients)
     convolutions, norms, classifier = (2 * 9 + 2) + (2 * 9 + 1), 2 * (2 + 1), 4 * 1 + 4
     one = 4 * (convolutions + norms + classifier)
@@ -325,9 +339,9 @@ def test_bases_start_apart_and_as_small_as_the_whole_net(rescale_init):
         nn.Linear(48, 5),
     )  # fmt: skip
     example = torch.zeros(2, 3, 5, 5)
-    structure = fq.Structure.trace(net, example)
-    method = fq.SplitMix(base=0.125, rescale_init=rescale_init, together=False)
-    setup = method.prepared(Setup(net, structure, example, (Client(0, 1),), 1, 4))
+    structure = fq.trace_structure(net, example)
+    method = fq.SplitMix(base=0.125, rescale_init=rescale_init, stacked=False)
+    setup = method.prepare_model(Setup(net, structure, example, (Client(0, 1),), 1, 4))
     params = method.start(setup).params
     # fan-in of the whole net: 3 · 9, 32 · 9, 64, 48; of a base: 3 · 9, 4 · 9, 8, 6
     fans = {"0": (27, 27), "3": (288, 36), "6": (64, 8), "8": (48, 6)}
@@ -348,11 +362,11 @@ def test_bases_start_apart_and_as_small_as_the_whole_net(rescale_init):
 
 
 @pytest.fixture
-def trained(world, optimiser):
+def trained(world, local_training):
     """A finished run whose bases say different things."""
 
     def run(**settings):
-        method = fq.SplitMix(optimiser, base=0.25, together=False, **settings)
+        method = fq.SplitMix(local_training, base=0.25, stacked=False, **settings)
         here, net = world.setup, world.setup.model
         return fq.train(
             net, here.example, method, world.people, 3, structure=here.structure, workers=0, seed=3
@@ -363,9 +377,11 @@ def trained(world, optimiser):
 
 def answers(run, number: int, x: Tensor) -> Tensor:
     """What one base says, built by hand."""
-    net = build(run.setup.model, run.setup.structure, Subnet(), own(run.state.params, number))
+    net = build_module(
+        run.setup.model, run.setup.structure, Subnet(), own(run.state.params, number)
+    )
     is_scaled = run.method.scales_outputs
-    with torch.no_grad(), scaled(net, run.setup.structure) if is_scaled else nullcontext():
+    with torch.no_grad(), scale_outputs(net, run.setup.structure) if is_scaled else nullcontext():
         return net.eval()(x)
 
 
@@ -379,15 +395,15 @@ def test_a_customized_model_is_the_mean_of_the_first_bases(trained, kind):
         with torch.no_grad():
             torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
         assert not model.training
-        assert isinstance(model, Mixture)
-        assert model.fedquilt_width == pytest.approx(0.25 * count)
+        assert isinstance(model, Ensemble)
+        assert model.fedquilt_info.width == pytest.approx(0.25 * count)
     with pytest.raises(ConfigError, match=r"one base of width 0\.25, got width 0\.2"):
         run.customize(width=0.2)
 
 
 def test_a_customized_model_holds_as_many_bases_as_limits_allow(trained):
     run = trained()
-    one = cost(run.setup.model, run.setup.structure, Subnet(), run.setup.example)
+    one = compute_cost(run.setup.model, run.setup.structure, Subnet(), run.setup.example)
     for count, params in ((1, one.params), (1, 2 * one.params - 1), (3, 3 * one.params + 5)):
         assert len(run.customize(params=params).nets) == count
         assert len(run.customize(macs=count * one.macs).nets) == count
@@ -399,7 +415,7 @@ def test_scores_are_those_of_the_mean_of_the_first_bases(trained, world):
     run = trained(statistics="tracked")
     server = world.people.test[SERVER]
     assert [s.width for s in run.scores] == [1.0, 0.75, 0.5, 0.25]
-    one = cost(run.setup.model, run.setup.structure, Subnet(), run.setup.example)
+    one = compute_cost(run.setup.model, run.setup.structure, Subnet(), run.setup.example)
     for score, count in zip(run.scores, (4, 3, 2, 1), strict=True):
 
         def logits(x, count=count):
@@ -430,7 +446,7 @@ def validated(run, people) -> list[float]:
 
 
 def test_sorting_puts_the_best_base_on_validation_data_first(trained, world):
-    plain, run = trained(statistics="tracked"), trained(statistics="tracked", sort=True)
+    plain, run = trained(statistics="tracked"), trained(statistics="tracked", sort_bases=True)
     hits = validated(plain, world.people)
     assert hits != sorted(hits, reverse=True)  # so that there is something to sort
     assert validated(run, world.people) == sorted(hits, reverse=True)
@@ -442,8 +458,8 @@ def test_sorting_puts_the_best_base_on_validation_data_first(trained, world):
 
 def test_sorting_adds_up_the_hits_of_all_clients(world):
     """By hand: 5, 9, 9 and 12 hits put bases in the order 3, 1, 2, 0."""
-    method = fq.SplitMix(base=0.25, sort=True, together=False)
-    state = replace(method.start(world.prepared(method).setup), phase="sort")
+    method = fq.SplitMix(base=0.25, sort_bases=True, stacked=False)
+    state = replace(method.start(world.prepare_model(method).setup), phase="sort")
     said = ((5, 0, 9, 1), (0, 9, 0, 11))
     updates = [
         Update(k, (), (), 0.0, {f"hits:{i}": n for i, n in enumerate(hits)})
@@ -459,9 +475,9 @@ def test_sorting_adds_up_the_hits_of_all_clients(world):
     assert after["classifier.bias@2"].equal(state.params["classifier.bias@0"])
 
 
-def test_sorting_is_a_closing_phase_on_what_clients_hold_back(world, optimiser):
-    method = fq.SplitMix(optimiser, base=0.25, sort=True, together=False)
-    world = world.prepared(method)
+def test_sorting_is_a_closing_phase_on_what_clients_hold_back(world, local_training):
+    method = fq.SplitMix(local_training, base=0.25, sort_bases=True, stacked=False)
+    world = world.prepare_model(method)
     train, _, closing = method.phases(world.setup)
     assert (train.name, train.is_closing) == ("train", False)
     assert (closing.name, closing.rounds, closing.fraction) == ("sort", 1, 1.0)
@@ -476,7 +492,7 @@ def test_sorting_is_a_closing_phase_on_what_clients_hold_back(world, optimiser):
 
 def test_bases_whose_statistics_stay_at_home_cannot_be_renamed():
     with pytest.raises(ConfigError, match=r"sort.*local"):
-        fq.SplitMix(statistics="local", sort=True)
+        fq.SplitMix(statistics="local", sort_bases=True)
 
 
 # Table 4: statistics of batch normalisation
@@ -484,24 +500,28 @@ def test_bases_whose_statistics_stay_at_home_cannot_be_renamed():
 
 def test_defaults_are_what_table_4_advises():
     plain = fq.SplitMix()
-    assert (plain.kind, plain.rescale_init, plain.scales_outputs) == ("batch", True, False)
+    assert (plain.statistics_kind, plain.rescale_init, plain.scales_outputs) == (
+        "batch",
+        True,
+        False,
+    )
     assert fq.SplitMix(statistics="post").scales_outputs
     for kind in ("tracked", "local"):
         assert not fq.SplitMix(statistics=kind).scales_outputs
-    assert fq.SplitMix(robust=True).kind == "tracked"
+    assert fq.SplitMix(robust=True).statistics_kind == "tracked"
     assert fq.SplitMix().base == 0.125
-    assert fq.SplitMix().share == 0.5
+    assert fq.SplitMix().robust_fraction == 0.5
 
 
 @pytest.mark.parametrize("kind", ["batch", "local"])
 def test_the_query_of_a_robust_model_finds_statistics_of_attacked_inputs_too(
-    world, optimiser, kind
+    world, local_training, kind
 ):
     method = fq.SplitMix(
-        optimiser, base=0.25, robust=True, statistics=kind, epsilon=2.0, steps=2, together=False
+        local_training, base=0.25, robust=True, statistics=kind, epsilon=2.0, steps=2, stacked=False
     )
-    pixels = {c: as_examples((d.inputs.sigmoid(), d.labels)) for c, d in world.people.train.items()}
-    here = type(world)(world.setup, replace(world.people, train=pixels)).prepared(method)
+    pixels = {c: to_examples((d.inputs.sigmoid(), d.labels)) for c, d in world.people.train.items()}
+    here = type(world)(world.setup, replace(world.people, train=pixels)).prepare_model(method)
     state = replace(here.start(method), phase="statistics")
     params = here.round(method, state).params
     clean, noise = (params[f"features.1.{half}.running_mean@0"] for half in ("clean", "noise"))
@@ -521,11 +541,11 @@ def test_rescaled_layers_with_tracked_statistics_are_warned_of(kind):
     fq.SplitMix(statistics=kind, rescale_layer=False)
 
 
-def test_rescaled_layers_speak_as_loudly_as_the_whole_net(world, optimiser):
+def test_rescaled_layers_speak_as_loudly_as_the_whole_net(world, local_training):
     found = []
     for rescale_layer in (True, False):
-        method = fq.SplitMix(optimiser, base=0.25, rescale_layer=rescale_layer, together=False)
-        here = world.prepared(method)
+        method = fq.SplitMix(local_training, base=0.25, rescale_layer=rescale_layer, stacked=False)
+        here = world.prepare_model(method)
         (task,) = method.plan(here.setup, here.start(method), here.setup.clients[3:])
         assert task.recipe.scale == rescale_layer
         (update,) = here.done([task])
@@ -557,9 +577,9 @@ def test_without_the_closing_query_every_batch_is_normalised_by_itself(trained):
         torch.testing.assert_close(model(x), sum(expected) / 2, rtol=1e-4, atol=1e-5)
 
 
-def test_post_statistics_come_from_the_closing_phase_alone(world, optimiser):
-    method = fq.SplitMix(optimiser, base=0.25, statistics="post", together=False)
-    world = world.prepared(method)
+def test_post_statistics_come_from_the_closing_phase_alone(world, local_training):
+    method = fq.SplitMix(local_training, base=0.25, statistics="post", stacked=False)
+    world = world.prepare_model(method)
     names = world.setup.structure.statistics
     assert [p.name for p in method.phases(world.setup)] == ["train", "statistics"]
     state = world.start(method)
@@ -571,7 +591,7 @@ def test_post_statistics_come_from_the_closing_phase_alone(world, optimiser):
     assert all(state.params[n].equal(t) for n, t in first.items())
     closing = replace(state, phase="statistics")
     for task in method.plan(world.setup, closing, world.setup.clients):
-        assert task.recipe == Statistics(4, epochs=20, scale=True)
+        assert task.recipe == QueryStatistics(4, epochs=20, scale=True)
         assert [s.owner for s in task.subnets] == ["0", "1", "2", "3"]  # one at a time fits
     after = world.round(method, closing).params
     assert {n for n, t in after.items() if not t.equal(state.params[n])} == set(first)
@@ -586,9 +606,9 @@ def cumulative(world, state, number: int) -> Tensor:
     p, means = own(state.params, number), []
     for client in world.setup.clients:
         data = world.people.train[client.id]
-        generator = torch.Generator().manual_seed(seed_of(3, state.round, client.id))
+        generator = torch.Generator().manual_seed(derive_seed(3, state.round, client.id))
         for _ in range(20):
-            for rows in batches(16, 4, generator):
+            for rows in iterate_batches(16, 4, generator):
                 y = F.conv2d(
                     data.inputs[rows], p["features.0.weight"], p["features.0.bias"], padding=1
                 )
@@ -596,10 +616,10 @@ def cumulative(world, state, number: int) -> Tensor:
     return torch.stack(means).mean(0)
 
 
-def test_tracked_statistics_are_averaged_like_weights(world, optimiser):
-    method = fq.SplitMix(optimiser, base=0.5, statistics="tracked", together=False)
+def test_tracked_statistics_are_averaged_like_weights(world, local_training):
+    method = fq.SplitMix(local_training, base=0.5, statistics="tracked", stacked=False)
     clients = [replace(world.setup.clients[k], num_examples=n) for k, n in ((0, 30), (1, 10))]
-    world = world.with_clients(*clients).prepared(method)
+    world = world.with_clients(*clients).prepare_model(method)
     state = world.start(method)
     updates = world.done(method.plan(world.setup, state, world.setup.clients))
     assert [len(u.params) for u in updates] == [2, 1]
@@ -612,15 +632,15 @@ def test_tracked_statistics_are_averaged_like_weights(world, optimiser):
 
 
 def kept_by(engine, client: int) -> dict[str, Tensor]:
-    path = engine._states.current(client)
+    path = engine._states.current_path(client)
     return {} if path is None else load_file(path)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("together", [False, True])
-def test_local_statistics_stay_on_the_client_base_by_base(world, optimiser, workers, together):
-    method = fq.SplitMix(optimiser, base=0.25, statistics="local", together=together)
-    world = world.prepared(method)
+def test_local_statistics_stay_on_the_client_base_by_base(world, local_training, workers, together):
+    method = fq.SplitMix(local_training, base=0.25, statistics="local", stacked=together)
+    world = world.prepare_model(method)
     names = world.setup.structure.statistics
     state = world.start(method)
     with world.engine(workers) as engine:
@@ -643,9 +663,9 @@ def test_local_statistics_stay_on_the_client_base_by_base(world, optimiser, work
     assert asked == {f"{n}@{i}" for n in names for i in range(4)}  # at the end, for the server
 
 
-def test_local_statistics_go_on_from_where_the_client_left_them(world, optimiser):
-    method = fq.SplitMix(optimiser, base=1, statistics="local", together=False)
-    world = world.with_clients(world.setup.clients[0]).prepared(method)
+def test_local_statistics_go_on_from_where_the_client_left_them(world, local_training):
+    method = fq.SplitMix(local_training, base=1, statistics="local", stacked=False)
+    world = world.with_clients(world.setup.clients[0]).prepare_model(method)
     state = world.start(method)
     with world.engine() as engine:
         state = world.round(method, state, engine)
@@ -653,12 +673,12 @@ def test_local_statistics_go_on_from_where_the_client_left_them(world, optimiser
         (task,) = method.plan(world.setup, state, world.setup.clients)
         world.done([task], engine)
         after = kept_by(engine, 0)
-    net = build(world.setup.model, world.setup.structure, Subnet(), own(state.params, 0))
-    load(net, {n.partition("@")[0]: t for n, t in before.items()})
+    net = build_module(world.setup.model, world.setup.structure, Subnet(), own(state.params, 0))
+    load_tensors(net, {n.partition("@")[0]: t for n, t in before.items()})
     data, generator = world.people.train[0], torch.Generator().manual_seed(task.seed)
     weights = list(net.parameters())
     momenta = [torch.zeros_like(w) for w in weights]
-    for rows in batches(16, 4, generator):
+    for rows in iterate_batches(16, 4, generator):
         loss = F.cross_entropy(net.train()(data.inputs[rows]), data.labels[rows])
         gradients = torch.autograd.grad(loss, weights)
         scale = min(1.0, 1 / torch.cat([g.flatten() for g in gradients]).norm().item())
@@ -671,23 +691,25 @@ def test_local_statistics_go_on_from_where_the_client_left_them(world, optimiser
         torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_clients_answer_with_statistics_of_their_own(world, optimiser):
-    method = fq.SplitMix(optimiser, base=0.5, statistics="local", together=False)
-    world = world.with_clients(*world.setup.clients[:2]).prepared(method)
+def test_clients_answer_with_statistics_of_their_own(world, local_training):
+    method = fq.SplitMix(local_training, base=0.5, statistics="local", stacked=False)
+    world = world.with_clients(*world.setup.clients[:2]).prepare_model(method)
     state = world.start(method)
     with world.engine() as engine:
         for _ in range(2):
             state = world.round(method, state, engine)
         scores = evaluate(
-            world.setup, method, state, engine, held_out=False, testers=(0, 1), widths=(1.0,)
+            world.setup, method, state, engine, has_server_test=False, testers=(0, 1), widths=(1.0,)
         )
         kept = {c: kept_by(engine, c) for c in (0, 1)}
     shares = []
     for client in (0, 1):
         data, logits = world.people.test[client], torch.zeros(5, 4)
         for i in (0, 1):
-            net = build(world.setup.model, world.setup.structure, Subnet(), own(state.params, i))
-            load(net, {n[:-2]: t for n, t in kept[client].items() if n.endswith(f"@{i}")})
+            net = build_module(
+                world.setup.model, world.setup.structure, Subnet(), own(state.params, i)
+            )
+            load_tensors(net, {n[:-2]: t for n, t in kept[client].items() if n.endswith(f"@{i}")})
             with torch.no_grad():
                 logits += net.eval()(data.inputs) / 2
         shares.append((logits.argmax(1) == data.labels).double().mean().item())
@@ -698,23 +720,23 @@ def test_clients_answer_with_statistics_of_their_own(world, optimiser):
 
 
 def priced(world, method):
-    slim = world.with_clients(world.setup.clients[0]).prepared(method).setup
-    return cost(slim.model, slim.structure, Subnet(), slim.example)
+    slim = world.with_clients(world.setup.clients[0]).prepare_model(method).setup
+    return compute_cost(slim.model, slim.structure, Subnet(), slim.example)
 
 
 @pytest.mark.parametrize("limit", ["params", "macs", "memory", "upload"])
-def test_physical_budgets_hold_as_many_bases_as_fit(world, optimiser, limit):
-    method = fq.SplitMix(optimiser, base=0.25, together=False)
+def test_physical_budgets_hold_as_many_bases_as_fit(world, local_training, limit):
+    method = fq.SplitMix(local_training, base=0.25, stacked=False)
     one = getattr(priced(world, method), "bytes" if limit == "upload" else limit)
     limits = {1: one, 2: 3 * one - 1, 3: 3 * one, 4: 100 * one}
     clients = [Client(i, 16, (0,), Budget(**{limit: n})) for i, n in enumerate(limits.values())]
-    setup = world.with_clients(*clients).prepared(method).setup
+    setup = world.with_clients(*clients).prepare_model(method).setup
     assert [c.budget.width for c in setup.clients] == [0.25, 0.5, 0.75, 1.0]
     state = replace(method.start(setup), phase="train")
     tasks = method.plan(setup, state, setup.clients)
     assert [len(task.subnets) for task in tasks] == list(limits)
     both = Client(0, 16, (0,), Budget(0.5, **{limit: 3 * one}))
-    (narrow,) = world.with_clients(both).prepared(method).setup.clients
+    (narrow,) = world.with_clients(both).prepare_model(method).setup.clients
     assert narrow.budget.width == 0.5
 
 
@@ -723,7 +745,7 @@ def test_a_budget_below_one_base_is_refused(world, budget):
     client = replace(world.setup.clients[2], budget=budget)
     said = r"client 2 cannot train even one base of width 0\.25 .* choose a smaller method\.base"
     with pytest.raises(BudgetError, match=said):
-        world.with_clients(client).prepared(fq.SplitMix(base=0.25, together=False))
+        world.with_clients(client).prepare_model(fq.SplitMix(base=0.25, stacked=False))
 
 
 @pytest.mark.parametrize(
@@ -778,11 +800,11 @@ class Transformer(nn.Module):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention on a stack
 @pytest.mark.parametrize("make", [Residual, Transformer])
 @pytest.mark.parametrize("together", [False, True])
-def test_any_traceable_model_can_be_split_and_mixed(world, optimiser, make, together):
+def test_any_traceable_model_can_be_split_and_mixed(world, local_training, make, together):
     torch.manual_seed(0)
     net = make()
     before = {n: t.clone() for n, t in net.state_dict().items()}
-    method = fq.SplitMix(optimiser, base=0.25, together=together)
+    method = fq.SplitMix(local_training, base=0.25, stacked=together)
     run = fq.train(net, world.setup.example, method, world.people, 2, workers=0)
     assert all(t.equal(before[n]) for n, t in net.state_dict().items())
     first = method.start(run.setup).params
@@ -794,5 +816,5 @@ def test_any_traceable_model_can_be_split_and_mixed(world, optimiser, make, toge
         with torch.no_grad():
             expected = sum(answers(run, i, x) for i in range(count)) / count
             torch.testing.assert_close(run.customize(width=count / 4)(x), expected)
-    assert [len(method.mix(run.setup, run.state, s.width)) for s in run.scores] == [4, 3, 2, 1]
+    assert [len(method.ensemble(run.setup, run.state, s.width)) for s in run.scores] == [4, 3, 2, 1]
     assert all(s.accuracy is not None for s in run.scores)

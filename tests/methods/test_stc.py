@@ -12,43 +12,51 @@ import torch
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.engines.kept import KeptStates, read
+from fedquilt.engines.client_state import ClientStateStore, read_client_state
 from fedquilt.engines.local import LocalEngine
 from fedquilt.errors import ConfigError, UpdateError
 from fedquilt.federation.client import Failure
-from fedquilt.methods.stc import codes_of, synced_of
+from fedquilt.methods.stc import read_codes, read_synced_rounds, select_weights
 from fedquilt.runs import checkpoint
 from fedquilt.runs.checkpoint import Checkpoint
-from fedquilt.runs.loop import Loop, Pace, RoundDone
-from fedquilt.structure.cut import take
-from fedquilt.structure.groups import TRACKED
+from fedquilt.runs.events import RoundDone
+from fedquilt.runs.loop import TrainingLoop
+from fedquilt.runs.policies import Cadence
+from fedquilt.structure.cut import copy_subnet_tensors
+from fedquilt.structure.structure import TRACKED
+from fedquilt.training.ternary import RESIDUAL, unflatten_weights
 
-WHOLE = (fq.Subnet().leaving(TRACKED),)
+WHOLE = (fq.Subnet().excluding(TRACKED),)
 UP, DOWN = 0.04, 0.06
 COHORTS = ((0, 1, 2, 3), (0, 2), (1, 2), (2,), (0, 1, 3), (3, 0), (0, 1, 2, 3))
 
 
 @pytest.fixture
-def method(optimiser):
-    return fq.STC(replace(optimiser, clip=None), 1.0, UP, DOWN)
+def method(local_training):
+    return fq.STC(replace(local_training, max_grad_norm=None), 1.0, UP, DOWN)
 
 
 @pytest.fixture
 def home(world, method):
     """The world as the method prepares it."""
     clients = (replace(c, num_examples=16 + 3 * c.id) for c in world.setup.clients)
-    return world.with_clients(*clients).prepared(method)
+    return world.with_clients(*clients).prepare_model(method)
 
 
 def cohort(home, numbers):
     return [client for client in home.setup.clients if client.id in numbers]
 
 
+def decode(method, setup, state, update):
+    """What came from a client, as it is merged."""
+    return method.aggregation(setup, "train").decoder.decode(setup, state, update)
+
+
 class Federation:
     """Rounds with an engine whose clients keep what they keep in a folder."""
 
     def __init__(self, home, method, folder):
-        self.home, self.method, self.folder = home, method, folder
+        self.local_params, self.method, self.folder = home, method, folder
         setup = home.setup
         self.engine = LocalEngine(
             setup.model, setup.structure, home.people.data, workers=0, folder=folder
@@ -58,21 +66,23 @@ class Federation:
 
     def round(self, numbers, lost=()):
         """One round, in which the answers of some are lost on the way."""
-        setup, state = self.home.setup, self.state
-        self.tasks = self.method.plan(setup, state, cohort(self.home, numbers))
+        setup, state = self.local_params.setup, self.state
+        self.tasks = self.method.plan(setup, state, cohort(self.local_params, numbers))
         self.came = [u for u in self.engine.run(self.tasks) if u.client not in lost]
-        opened = [self.method.opened(setup, state, update) for update in self.came]
+        opened = [decode(self.method, setup, state, update) for update in self.came]
         merged = self.method.merge(setup, state, iter(opened))
         self.state = replace(merged, round=state.round + 1)
 
     @property
     def weights(self):
         """W: the server's weights."""
-        return self.method.weights(self.home.setup, self.state)
+        return select_weights(self.local_params.setup, self.state, self.method.whole)
 
     def copy_of(self, client):
         """The server's weights as a client has them."""
-        kept = read(KeptStates(self.folder).path(client, self.engine.kept()[client]))
+        kept = read_client_state(
+            ClientStateStore(self.folder).path(client, self.engine.client_versions()[client])
+        )
         return {n.removeprefix("weights/"): t for n, t in kept.items() if "weights/" in n}
 
 
@@ -124,7 +134,7 @@ def test_rounds_are_algorithm_2(federation, home, method):
         sent = ternary(change, DOWN)
         residual, weights = change - sent, weights + sent
         np.testing.assert_allclose(vector(federation.weights), weights, rtol=0, atol=1e-5)
-    left = federation.state.server["residual"]
+    left = federation.state.server_tensors["residual"]
     np.testing.assert_allclose(left.numpy(), residual, rtol=0, atol=1e-5)
 
 
@@ -135,7 +145,7 @@ def test_what_clients_have_is_what_the_server_had_to_the_last_bit(federation, sa
         federation.round(who)
         for client, params in had.items():
             assert same(params, federation.copy_of(client))
-    assert not same(had[0], fq.STC().start(federation.home.setup).params)
+    assert not same(had[0], fq.STC().start(federation.local_params.setup).params)
 
 
 def test_clients_get_the_whole_model_once_and_then_the_codes_that_they_missed(federation):
@@ -155,15 +165,15 @@ def test_clients_get_the_whole_model_once_and_then_the_codes_that_they_missed(fe
             assert update.subnets == WHOLE
             seen.add(task.client)
             heard[task.client] = number
-    assert synced_of(federation.state) == dict.fromkeys(range(4), len(COHORTS) - 1)
-    assert [*codes_of(federation.state)] == [len(COHORTS) - 1]  # nobody needs the older ones
+    assert read_synced_rounds(federation.state) == dict.fromkeys(range(4), len(COHORTS) - 1)
+    assert [*read_codes(federation.state)] == [len(COHORTS) - 1]  # nobody needs the older ones
 
 
 def test_tasks_with_the_same_codes_share_them(federation):
     federation.round((0, 1, 2, 3))
     federation.round((2,))
     federation.round(())
-    setup, state = federation.home.setup, federation.state
+    setup, state = federation.local_params.setup, federation.state
     tasks = federation.method.plan(setup, state, setup.clients)
     assert Counter(id(task.params) for task in tasks).most_common(1)[0][1] == 3
     assert [[*task.params] for task in tasks] == [["0", "1", "2"]] * 2 + [
@@ -175,21 +185,23 @@ def test_tasks_with_the_same_codes_share_them(federation):
 def test_a_client_whose_answer_was_lost_goes_on_with_codes(federation, same):
     federation.round((0, 1, 2, 3))
     federation.round((0, 1, 2, 3), lost=(2,))  # it has heard of round 0, unknown to the server
-    assert synced_of(federation.state)[2] == 0
+    assert read_synced_rounds(federation.state)[2] == 0
     expected = federation.weights
     federation.round((2,))
     assert [*federation.tasks[0].params] == ["0", "1"]
     assert same(expected, federation.copy_of(2))
     federation.round((3,), lost=(3,))
-    assert synced_of(federation.state) == {0: 1, 1: 1, 2: 2, 3: 1}
+    assert read_synced_rounds(federation.state) == {0: 1, 1: 1, 2: 2, 3: 1}
 
 
 def test_a_client_that_has_lost_its_copy_gets_the_whole_model_next(federation, same):
     federation.round((0, 1, 2, 3))
-    federation.engine.restore({c: v for c, v in federation.engine.kept().items() if c != 1})
+    federation.engine.restore(
+        {c: v for c, v in federation.engine.client_versions().items() if c != 1}
+    )
     federation.round((0, 1))
     assert [(u.client, len(u.params)) for u in federation.came] == [(0, 1), (1, 0)]
-    assert 1 not in synced_of(federation.state)
+    assert 1 not in read_synced_rounds(federation.state)
     expected = federation.weights
     federation.round((1,))
     assert federation.tasks[0].subnets == WHOLE
@@ -202,25 +214,38 @@ def changed_by(weights, generator, scale=1e-3):
     return lambda client: fq.Update(client, WHOLE, (change,), 1.0, {})
 
 
+def test_what_a_code_holds_back_is_kept_so_that_all_of_it_together_is_fedavg(home):
+    method, draw = fq.STC(sparsity_down=0.1), torch.Generator().manual_seed(0)
+    state = home.start(method)
+    weights = select_weights(home.setup, state, method.whole)
+    updates = [changed_by(weights, draw)(client) for client in range(3)]
+    after = method.merge(home.setup, state, updates)
+    held_back = unflatten_weights(after.server_tensors[RESIDUAL], weights)
+    assert any(tensor.any() for tensor in held_back.values())
+    for name, tensor in held_back.items():
+        mean = torch.stack([update.params[0][name] for update in updates]).mean(0)
+        torch.testing.assert_close(after.params[name] + tensor, weights[name] + mean)
+
+
 def test_codes_are_kept_while_they_are_shorter_than_the_model(home):
     method, draw = fq.STC(sparsity_down=0.5), torch.Generator().manual_seed(0)
     state = home.start(method)
-    weights = method.weights(home.setup, state)
+    weights = select_weights(home.setup, state, method.whole)
     whole = sum(tensor.nbytes for tensor in weights.values())
     state = replace(method.merge(home.setup, state, [changed_by(weights, draw)(0)]), round=1)
-    lengths = [code.nbytes for code in codes_of(state).values()]
+    lengths = [code.nbytes for code in read_codes(state).values()]
     for number in range(1, 2 * whole // lengths[0]):
         (task, other) = method.plan(home.setup, state, cohort(home, (0, 1)))
         assert other.subnets == WHOLE
         assert (task.subnets == WHOLE) == (sum(lengths) >= whole)
         if not task.subnets:
             assert sum(t.nbytes for t in task.params.values()) == sum(lengths)
-        assert sum(code.nbytes for code in codes_of(state).values()) < whole
+        assert sum(code.nbytes for code in read_codes(state).values()) < whole
         updates = [changed_by(weights, draw)(2)] if number < 3 else []
         state = replace(method.merge(home.setup, state, updates), round=number + 1)
-        lengths += [code.nbytes for n, code in codes_of(state).items() if n == number]
-    assert not codes_of(state)
-    assert not synced_of(state)
+        lengths += [code.nbytes for n, code in read_codes(state).items() if n == number]
+    assert not read_codes(state)
+    assert not read_synced_rounds(state)
 
 
 @pytest.fixture
@@ -234,12 +259,14 @@ def respelt(update, **tensors):
 
 
 def test_codes_that_are_none_are_refused_by_name(federation, sent):
-    setup, state, method = federation.home.setup, federation.state, federation.method
+    setup, state, method = federation.local_params.setup, federation.state, federation.method
     code = sent.params[0]["code"]
     wrong_magnitude, much = code.clone(), code.clone()
     wrong_magnitude[4:8] = torch.tensor([math.nan]).view(torch.uint8)
     much[:4] = 255
-    foreign = replace(method, sparsity_up=0.2).plan(setup, state, cohort(federation.home, (1,)))
+    foreign = replace(method, sparsity_up=0.2).plan(
+        setup, state, cohort(federation.local_params, (1,))
+    )
     (other,) = federation.engine.run([replace(foreign[0], subnets=WHOLE, params=state.params)])
     for update, words in {
         respelt(sent, code=code[:-1]): "too short",
@@ -255,16 +282,18 @@ def test_codes_that_are_none_are_refused_by_name(federation, sent):
         replace(sent, params=()): "0 sets of tensors",
         replace(sent, params=sent.params * 2): "2 sets of tensors",
         replace(sent, subnets=(setup.structure.subnet(0.5),)): "whole model",
-        replace(sent, subnets=(fq.Subnet().owning("me", "*"),)): "own .* of me",
-        replace(sent, params=(take(state.params, setup.structure, fq.Subnet()),)): "than a code",
+        replace(sent, subnets=(fq.Subnet().with_private("me", "*"),)): "own .* of me",
+        replace(
+            sent, params=(copy_subnet_tensors(state.params, setup.structure, fq.Subnet()),)
+        ): "than a code",
     }.items():
         with pytest.raises(UpdateError, match=f"client 1 sent .*{words}"):
-            method.opened(setup, state, update)
+            decode(method, setup, state, update)
 
 
 def test_an_opened_code_is_a_change_of_all_tensors(federation, sent):
-    setup, state = federation.home.setup, federation.state
-    opened = federation.method.opened(setup, state, sent)
+    setup, state = federation.local_params.setup, federation.state
+    opened = decode(federation.method, setup, state, sent)
     assert replace(opened, params=()).__dict__ == replace(sent, params=()).__dict__
     (change,) = opened.params
     weights = federation.weights
@@ -279,7 +308,7 @@ class Listening:
 
     def __init__(self, engine, structure=None):
         self._engine, self._structure = engine, structure
-        self.kept, self.forget_others = engine.kept, engine.forget_others
+        self.client_versions, self.remove_unused = engine.client_versions, engine.remove_unused
         self.rounds = []
 
     def run(self, tasks):
@@ -298,7 +327,7 @@ class Listening:
     def _sent(self, task):
         if not task.subnets:
             return task.params
-        return take(task.params, self._structure, task.subnets[0])
+        return copy_subnet_tensors(task.params, self._structure, task.subnets[0])
 
 
 def test_records_count_the_bytes_of_codes(home, method):
@@ -306,19 +335,19 @@ def test_records_count_the_bytes_of_codes(home, method):
     setup = replace(home.setup, rounds=4)
     with LocalEngine(setup.model, setup.structure, home.people.data, workers=1) as engine:
         listening = Listening(engine, setup.structure)
-        loop = Loop(
+        loop = TrainingLoop(
             setup,
             replace(method, fraction=0.75),
             listening,
             False,
             (),
-            pace=Pace(),
-            watch=done.append,
+            cadence=Cadence(),
+            callbacks=[done.append],
         )
         loop.run()
     rounds = [event for event in done if isinstance(event, RoundDone)]
     assert [(r.bytes_down, r.bytes_up) for r in rounds] == listening.rounds[:4]
-    whole = sum(t.nbytes for t in method.weights(setup, method.start(setup)).values())
+    whole = sum(t.nbytes for t in select_weights(setup, method.start(setup), method.whole).values())
     assert rounds[0].bytes_down == 3 * whole
     assert all(r.bytes_up < 3 * whole / 20 for r in rounds)
     assert rounds[-1].bytes_down < 3 * whole / 5
@@ -335,7 +364,7 @@ def test_a_round_goes_on_without_a_client_whose_code_is_damaged(home, method):
     done = []
     setup = replace(home.setup, rounds=2)
     with LocalEngine(setup.model, setup.structure, home.people.data, workers=0) as engine:
-        Loop(setup, method, Damaging(engine), False, (), watch=done.append).run()
+        TrainingLoop(setup, method, Damaging(engine), False, (), callbacks=[done.append]).run()
     rounds = [event for event in done if isinstance(event, RoundDone)]
     assert [r.num_clients for r in rounds] == [3, 3]
     for event in rounds:
@@ -347,12 +376,14 @@ def test_a_round_goes_on_without_a_client_whose_code_is_damaged(home, method):
 def test_a_checkpoint_holds_all_that_the_next_round_needs(federation, tmp_path, same):
     for who in COHORTS[:4]:
         federation.round(who)
-    state, setup = federation.state, federation.home.setup
-    path = checkpoint.save(tmp_path / "saved", Checkpoint(state, federation.engine.kept()), "x")
-    loaded = checkpoint.load(path, "x").state
-    assert loaded.memory == state.memory
-    assert loaded.server.keys() == state.server.keys()
-    assert same(state.server, loaded.server)
+    state, setup = federation.state, federation.local_params.setup
+    path = checkpoint.save_checkpoint(
+        tmp_path / "saved", Checkpoint(state, federation.engine.client_versions()), "x"
+    )
+    loaded = checkpoint.load_checkpoint(path, "x").state
+    assert loaded.method_state == state.method_state
+    assert loaded.server_tensors.keys() == state.server_tensors.keys()
+    assert same(state.server_tensors, loaded.server_tensors)
     plans = [federation.method.plan(setup, s, setup.clients) for s in (state, loaded)]
     for task, again in zip(*plans, strict=True):
         assert (task.subnets, task.recipe, task.seed) == (again.subnets, again.recipe, again.seed)
@@ -360,7 +391,7 @@ def test_a_checkpoint_holds_all_that_the_next_round_needs(federation, tmp_path, 
     opened = [changed_by(federation.weights, torch.Generator().manual_seed(1))(0)]
     merged = [federation.method.merge(setup, s, opened) for s in (state, loaded)]
     assert same(merged[0].params, merged[1].params)
-    assert same(merged[0].server, merged[1].server)
+    assert same(merged[0].server_tensors, merged[1].server_tensors)
 
 
 class Numbered(nn.Module):
@@ -382,7 +413,7 @@ def test_integers_stay_and_other_numbers_are_refused(world, method):
     assert run.state.params["shift"].equal(model.shift)
     assert not run.state.params["second.weight"].equal(model.second.weight)
     x, y = world.people.train[0].batch(torch.arange(4))
-    people = fq.clients((x.double(), y), count=1)
+    people = fq.make_clients((x.double(), y), count=1)
     with pytest.raises(ConfigError, match=r"'first\.weight' is torch\.float64; .*\.float\(\)"):
         fq.train(Numbered(torch.float64), example.double(), method, people, 1, workers=0)
 

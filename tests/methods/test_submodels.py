@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedquilt.errors import ConfigError
-from fedquilt.methods import submodels
-from fedquilt.methods.submodels import Row, find, from_table, table
+from fedquilt.methods import nefl_tables, submodels
+from fedquilt.methods.nefl_tables import Row, get_table
+from fedquilt.methods.submodels import build_from_table, find_submodels
 from fedquilt.models import MODELS
 from fedquilt.models.nefl import BasicBlock, ResNet, ViT
-from fedquilt.structure.blocks import residual_blocks
-from fedquilt.structure.cut import build, shapes
-from fedquilt.structure.groups import Structure, traced
+from fedquilt.structure.blocks.find import find_residual_blocks
+from fedquilt.structure.cut import build_module, compute_shapes
+from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.trace.readings import trace_once
 
 TABLE_8 = {  # parameters and MACs in millions, means over five submodels
     # Columns are WD, W, D. The text that we have mixes the order of ResNet34's (12.9, 12.6, 12.8)
@@ -108,7 +110,7 @@ def macs(name: str, width: float, blocks: str) -> int:
 
 def followed(net: nn.Module, example: Tensor) -> Structure:
     """The structure with its blocks, without the checks."""
-    return replace(traced(net, example, ())[0], blocks=residual_blocks(net))
+    return replace(trace_once(net, example, ())[0], blocks=find_residual_blocks(net))
 
 
 @lru_cache(maxsize=4)
@@ -124,12 +126,12 @@ def weights_of(net: nn.Module) -> frozenset[str]:
     ("name", "scaling"), [kind for kind in TABLE_8 if kind[0] != "resnet110" or kind[1] == "WD"]
 )
 def test_a_submodel_of_a_table_is_a_narrow_net_without_some_blocks(name, scaling):
-    structure, rows = published(name), table(name, scaling)
-    found = from_table(structure, rows)
+    structure, rows = published(name), get_table(name, scaling)
+    found = build_from_table(structure, rows)
     assert list(found) == [row.size for row in rows]
     weights = weights_of(on_paper(name, 1))
     for row in rows:
-        kept = shapes(structure, found[row.size])
+        kept = compute_shapes(structure, found[row.size])
         counted = sum(math.prod(shape) for n, shape in kept.items() if n in weights)
         assert counted == count(name, row.width, row.blocks, PART[name])
 
@@ -137,7 +139,7 @@ def test_a_submodel_of_a_table_is_a_narrow_net_without_some_blocks(name, scaling
 @pytest.mark.parametrize(("name", "scaling"), TABLE_8)
 def test_the_means_over_a_table_are_those_of_table_8(name, scaling):
     params, work = TABLE_8[name, scaling]
-    rows = table(name, scaling)
+    rows = get_table(name, scaling)
     mean = sum(count(name, row.width, row.blocks) for row in rows) / len(rows)
     # ResNet56 is printed to 2 % and rounding up 16 channels adds to each of its widths
     assert mean / 1e6 == pytest.approx(params, rel=0.025 if name == "resnet56" else 0.01)
@@ -148,7 +150,7 @@ def test_the_means_over_a_table_are_those_of_table_8(name, scaling):
 
 @pytest.mark.parametrize(("name", "scaling"), KINDS)
 def test_rows_have_the_printed_widths_and_depths(name, scaling):
-    for row in table(name, scaling):
+    for row in get_table(name, scaling):
         width, depth, share = shares(name, row)
         assert share == pytest.approx(width * depth, abs=1e-3)
         slips = (name, scaling, row.size) in SLIPS
@@ -162,38 +164,38 @@ def test_rows_have_the_printed_widths_and_depths(name, scaling):
 
 
 def test_where_the_printed_depth_slips_it_can_be_told_why():
-    assert {(*kind, row.size) for kind in KINDS for row in table(*kind)} >= SLIPS
-    net, row = on_paper("resnet18", 1), table("resnet18", "D")[0]
+    assert {(*kind, row.size) for kind in KINDS for row in get_table(*kind)} >= SLIPS
+    net, row = on_paper("resnet18", 1), get_table("resnet18", "D")[0]
     shortcuts = [b.downsample for b in skipped(net, row.blocks) if b.downsample is not None]
     bare = count("resnet18", 1, row.blocks) - num_params(*shortcuts)
     assert round(bare / num_params(net), 2) == row.depth == 0.20
-    row = table("resnet34", "WD")[2]
+    row = get_table("resnet34", "WD")[2]
     assert (row.blocks, row.depth) == ("111 1111 111101 101", 0.78)
     assert round(shares("resnet34", row)[1], 2) == 0.72
 
 
 def test_all_channels_are_cut_alike_by_the_root_of_the_size():
     structure = published("resnet18")
-    found = from_table(structure, table("resnet18", "W"))
+    found = build_from_table(structure, get_table("resnet18", "W"))
     for size in (0.2, 0.4, 0.6, 0.8, 1.0):
         for group in structure.cut_groups():
             full = structure.groups[group].size
-            assert structure.kept(found[size], group) == math.ceil(math.sqrt(size) * full)
+            assert structure.kept_count(found[size], group) == math.ceil(math.sqrt(size) * full)
         assert found[size].skipped == ()
 
 
 def test_the_table_of_the_vit_leaves_out_attention_and_feed_forward_together():
     net = ViT(image_size=8, patch_size=4, dim=12, depth=12, heads=2, mlp_dim=16)
     structure = followed(net, torch.zeros(2, 3, 8, 8))
-    deep = from_table(structure, table("vit-b16", "D"))
+    deep = build_from_table(structure, get_table("vit-b16", "D"))
     for size, kept in ((0.5, 6), (0.75, 9), (1.0, 12)):
         parts = {f"blocks.{i}.{part}" for i in range(kept, 12) for part in ("attn", "mlp")}
         assert set(deep[size].skipped) == parts
         assert deep[size].kept == ()
         encoders = num_params(*net.blocks) * kept // 12
         rest = num_params(net) - num_params(*net.blocks)
-        assert num_params(build(net, structure, deep[size])) == encoders + rest
-    wide = from_table(structure, table("vit-b16", "W"))
+        assert num_params(build_module(net, structure, deep[size])) == encoders + rest
+    wide = build_from_table(structure, get_table("vit-b16", "W"))
     for size in (0.5, 0.75, 1.0):
         small = ViT(
             image_size=8,
@@ -204,19 +206,19 @@ def test_the_table_of_the_vit_leaves_out_attention_and_feed_forward_together():
             mlp_dim=16,
             width=math.sqrt(size),
         )
-        made = build(net, structure, wide[size])
+        made = build_module(net, structure, wide[size])
         assert [p.shape for p in made.parameters()] == [p.shape for p in small.parameters()]
 
 
 def test_the_table_of_the_wide_resnet_fits_its_bottlenecks():
     net = MODELS["wideresnet101-2"](width=1 / 32)
     structure = followed(net, torch.zeros(2, 3, 32, 32))
-    rows = table("wideresnet101-2", "D")
-    found = from_table(structure, rows)
+    rows = get_table("wideresnet101-2", "D")
+    found = build_from_table(structure, rows)
     assert [row.size for row in rows] == [0.5, 0.75, 1.0]
     for row in rows:
         gone = sum(num_params(*branch(block)) for block in skipped(net, row.blocks))
-        small = build(net, structure, found[row.size])
+        small = build_module(net, structure, found[row.size])
         assert num_params(small) == num_params(net) - gone
         assert shares("wideresnet101-2", row)[1] == pytest.approx(row.depth, abs=0.005)
 
@@ -231,13 +233,13 @@ def test_the_table_of_the_wide_resnet_fits_its_bottlenecks():
 )
 def test_tables_that_the_paper_does_not_have_are_refused(name, scaling, said):
     with pytest.raises(ConfigError, match=said):
-        table(name, scaling)
+        get_table(name, scaling)
 
 
 def test_a_table_for_another_net_is_refused():
     said = r"\[2, 2, 2, 2\] blocks in its stages, but the model has \[9, 9, 9\]"
     with pytest.raises(ConfigError, match=said):
-        from_table(published("resnet56"), table("resnet18", "WD"))
+        build_from_table(published("resnet56"), get_table("resnet18", "WD"))
 
 
 def small_net(blocks: tuple[int, ...], channels: tuple[int, ...]) -> ResNet:
@@ -253,13 +255,13 @@ class Case:
         self.structure = followed(self.net, torch.zeros(2, 1, 8, 8))
 
     def find(self, size: float, scaling: str, tolerance: float = 0.02) -> Subnet:
-        found = find(self.structure, weights_of(self.net), (size,), scaling, tolerance)
+        found = find_submodels(self.structure, weights_of(self.net), (size,), scaling, tolerance)
         assert list(found) == [size]
         return found[size]
 
     def share(self, subnet: Subnet) -> float:
         """Of the parameters, counted in the net that is built."""
-        return num_params(build(self.net, self.structure, subnet)) / num_params(self.net)
+        return num_params(build_module(self.net, self.structure, subnet)) / num_params(self.net)
 
     def stages(self) -> list[nn.Module]:
         return [self.net.get_submodule(name) for name in self.net.stages]
@@ -270,7 +272,7 @@ class Case:
         gone = sum(num_params(*branch(block)) for block in left_out)
         return 1 - gone / num_params(self.net)
 
-    def kept(self, subnet: Subnet) -> tuple[int, ...]:
+    def kept_blocks(self, subnet: Subnet) -> tuple[int, ...]:
         """The blocks of each stage, which must be its first."""
         found = []
         for name, count in zip(self.net.stages, self.counts, strict=True):
@@ -302,7 +304,7 @@ def test_submodels_meet_their_size(line, three, size, scaling):
         assert case.share(subnet) == pytest.approx(size, rel=0.02)
         assert scaling == "WD" or subnet.skipped == ()
         widths = [
-            (case.structure.kept(subnet, name), case.structure.groups[name].size)
+            (case.structure.kept_count(subnet, name), case.structure.groups[name].size)
             for name in case.structure.cut_groups()
         ]
         low = max((kept - 1) / full for kept, full in widths)  # groups of one fraction, rounded up
@@ -311,9 +313,9 @@ def test_submodels_meet_their_size(line, three, size, scaling):
 
 
 def test_the_papers_sizes_are_nested_in_width(three):
-    found = find(three.structure, weights_of(three.net), submodels.SIZES, "W")
+    found = find_submodels(three.structure, weights_of(three.net), nefl_tables.SIZES, "W")
     counts = [
-        [three.structure.kept(found[size], name) for size in submodels.SIZES]
+        [three.structure.kept_count(found[size], name) for size in nefl_tables.SIZES]
         for name in three.structure.cut_groups()
     ]
     assert counts == [sorted(row) for row in counts]
@@ -330,17 +332,17 @@ def test_small_steps_fill_what_large_ones_would_overshoot(line, size):
 def test_width_and_depth_are_as_even_as_depths_allow(line, size):
     subnet = line.find(size, "WD")
     depths = [line.depth((kept,)) for kept in range(1, 7)]
-    depth = line.depth(line.kept(subnet))
+    depth = line.depth(line.kept_blocks(subnet))
     apart = {d: abs(math.log(d) - math.log(size / d)) for d in depths if d >= 0.98 * size}
     assert apart[depth] <= min(apart.values()) + 0.02  # the size itself may be off by so much
     for name in line.structure.cut_groups():
-        kept = line.structure.kept(subnet, name) / 24
+        kept = line.structure.kept_count(subnet, name) / 24
         assert kept == pytest.approx(math.sqrt(min(size / depth, 1)), abs=1.5 / 24)
 
 
 def test_both_are_cut_by_the_same_fraction_of_every_stage(three):
     for size in (0.2, 0.3, 0.5, 0.7, 0.9):
-        kept = three.kept(three.find(size, "WD"))
+        kept = three.kept_blocks(three.find(size, "WD"))
         fractions = {k / n for n in three.counts for k in range(1, n + 1)}
         assert kept in {
             tuple(math.ceil(round(fraction * n, 9)) for n in three.counts) for fraction in fractions
@@ -361,7 +363,7 @@ def test_depth_alone_keeps_most_of_every_stage(three, size, tolerance):
     if near:
         subnet = three.find(size, "D", tolerance)
         assert subnet.kept == ()
-        assert rank(three.kept(subnet)) == min(map(rank, near))
+        assert rank(three.kept_blocks(subnet)) == min(map(rank, near))
     else:
         nearest = three.depth(min(every, key=off.__getitem__))
         said = rf"'D' has {size:g} of .* nearest has {nearest:.3f}; .*tolerance.*or scale by 'WD'"
@@ -370,14 +372,14 @@ def test_depth_alone_keeps_most_of_every_stage(three, size, tolerance):
 
 
 def test_a_net_with_too_many_depths_is_cut_evenly(three, monkeypatch):
-    monkeypatch.setattr(submodels, "MOST_COUNTS", 10)
+    monkeypatch.setattr(submodels, "MAX_COUNTS", 10)
     even = [
         tuple(max(1, math.ceil(round(f * n, 9))) for n in three.counts)
         for f in (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1)
     ]
     for size in (0.3, 0.5, 0.8):
         nearest = min(even, key=lambda kept: abs(three.depth(kept) - size))
-        assert three.kept(three.find(size, "D", tolerance=0.5)) == nearest
+        assert three.kept_blocks(three.find(size, "D", tolerance=0.5)) == nearest
 
 
 @some
@@ -388,13 +390,15 @@ def test_a_prefix_is_the_first_blocks_nearest_to_the_size(three, size):
     prefixes += [(3, 2, k) for k in (1, 2, 3, 4)]
     assert subnet.kept == ()
     off = {kept: abs(three.depth(kept) - size) for kept in prefixes}
-    assert off[three.kept(subnet)] == min(off.values())
+    assert off[three.kept_blocks(subnet)] == min(off.values())
 
 
 @pytest.mark.parametrize("scaling", ["W", "D", "WD", "prefix"])
 def test_the_whole_net_is_left_as_it_is(three, scaling):
     assert three.find(1.0, scaling) == Subnet()
-    sizes = find(three.structure, weights_of(three.net), (1.0, 0.5, 0.8, 0.5), scaling, 0.2)
+    sizes = find_submodels(
+        three.structure, weights_of(three.net), (1.0, 0.5, 0.8, 0.5), scaling, 0.2
+    )
     assert list(sizes) == [1.0, 0.8, 0.5]
 
 
@@ -427,7 +431,7 @@ def test_a_net_without_blocks_has_no_depth_to_cut(scaling):
     net = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
     structure = followed(net, torch.zeros(2, 4))
     with pytest.raises(ConfigError, match=rf"'{scaling}' leaves out blocks, but no block .*'W'"):
-        find(structure, weights_of(net), (0.5,), scaling)
+        find_submodels(structure, weights_of(net), (0.5,), scaling)
     for both in ("W", "WD"):  # where γ_D can only be 1, both are width
-        found = find(structure, weights_of(net), (0.5,), both)
-        assert num_params(build(net, structure, found[0.5])) == 16 * 5 + 17 * 2
+        found = find_submodels(structure, weights_of(net), (0.5,), both)
+        assert num_params(build_module(net, structure, found[0.5])) == 16 * 5 + 17 * 2

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.models import MODELS, make
+from fedquilt.models import MODELS, make_model
 from fedquilt.models.adds import VGG, ConvNet, MobileNet, TextLSTM
-from fedquilt.structure.cost import cost
-from fedquilt.structure.groups import Structure
-from fedquilt.structure.groups import traced as follow_unchecked
+from fedquilt.structure.cost import compute_cost
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.trace.readings import trace_once
 
 WIDTHS = (1, 0.5, 0.3)
 TOKENS = torch.randint(20, (4, 6), generator=torch.Generator().manual_seed(0))
@@ -43,8 +44,8 @@ def work(name: str, **options: int) -> int:
     net = on_paper(name, **options)
     side = {"adds-vgg": (1, 28), "adds-mobilenet": (3, 112)}[name]
     example = torch.zeros(1, side[0], side[1], side[1], device="meta")
-    structure, _ = follow_unchecked(net, example, ())
-    return cost(net, structure, structure.subnet(1), example).macs
+    structure, _ = trace_once(net, example, ())
+    return compute_cost(net, structure, structure.subnet(1), example).macs
 
 
 def rectified(net: ConvNet, image: int) -> int:
@@ -197,7 +198,7 @@ def test_channels_classes_and_images_are_as_asked(name, image_size):
 def traced(kind: type[ConvNet]) -> tuple[ConvNet, Structure]:
     torch.manual_seed(1)
     net = kind(width=1 / 16, in_channels=3, num_classes=5, image_size=20)
-    return net, Structure.trace(net, torch.zeros(1, 3, 20, 20))
+    return net, trace_structure(net, torch.zeros(1, 3, 20, 20))
 
 
 @pytest.mark.parametrize("kind", [VGG, MobileNet])
@@ -214,7 +215,7 @@ def test_a_width_group_belongs_to_every_layer_but_the_last(kind):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_subnets_are_nets_made_at_that_width_and_learn(kind, width):
     net, structure = traced(kind)
-    small = fq.build(net, structure, structure.subnet(width))
+    small = fq.build_module(net, structure, structure.subnet(width))
     if width != 0.3:  # there both round up, so once more than once is another size
         alone = kind(width=width / 16, in_channels=3, num_classes=5, image_size=20)
         shapes = {name: tensor.shape for name, tensor in alone.state_dict().items()}
@@ -257,10 +258,10 @@ def test_sizes_of_the_text_nets_are_those_of_the_paper():
 @pytest.mark.parametrize("length", [1, 4])
 def test_a_text_costs_what_its_steps_cost(length):
     net, example = on_paper("char-lstm"), torch.zeros(1, length, dtype=torch.long, device="meta")
-    structure, _ = follow_unchecked(net, example, ("lstm",))
+    structure, _ = trace_once(net, example, ("lstm",))
     steps = length * 2 * 4 * 256 * ((32 + 256) + (512 + 256))
     for width, head in ((1, 256), (0.5, 128)):
-        price = cost(net, structure, structure.subnet(width), example, batch_size=1)
+        price = compute_cost(net, structure, structure.subnet(width), example, batch_size=1)
         assert price.macs == steps + 512 * head + head * 80
 
 
@@ -319,11 +320,11 @@ def test_given_vectors_stay_at_a_reset_and_all_else_is_drawn_again():
 
 def test_without_recurrent_layers_only_the_head_is_cut():
     net = reader()
-    structure = Structure.trace(net, TOKENS, exclude=["lstm"])
+    structure = trace_structure(net, TOKENS, exclude=["lstm"])
     assert structure.cut_groups() == ["head"]
     assert structure.classes == "classifier"
     for width in WIDTHS:
-        small = fq.build(net, structure, structure.subnet(width))
+        small = fq.build_module(net, structure, structure.subnet(width))
         whole = {n: t for n, t in net.state_dict().items() if n.startswith(("lstm", "embedding"))}
         for name, tensor in whole.items():
             assert torch.equal(small.state_dict()[name], tensor), name
@@ -334,18 +335,18 @@ def test_without_recurrent_layers_only_the_head_is_cut():
 @pytest.mark.parametrize("every_position", [False, True])
 def test_embedding_states_and_head_can_be_cut_each_by_itself(every_position):
     net = reader(bidirectional=not every_position, every_position=every_position)
-    structure = Structure.trace(net, TOKENS)
+    structure = trace_structure(net, TOKENS)
     embedding, states, head = structure.cut_groups()
     assert (embedding, states, head) == ("embedding:2", "lstm.weight_ih_l0", "head")
-    outer = fq.build(net, structure, structure.subnet({embedding: 0.5, head: 0.5}))
+    outer = fq.build_module(net, structure, structure.subnet({embedding: 0.5, head: 0.5}))
     assert (outer.embedding.embedding_dim, outer.lstm.input_size) == (2, 2)
     assert (outer.lstm.hidden_size, outer.head.out_features) == (5, 4)
     for name, weight in net.lstm.named_parameters():
         if "weight_ih_l0" not in name:  # nothing recurrent is touched
             assert torch.equal(outer.lstm.get_parameter(name), weight), name
-    inner = fq.build(net, structure, structure.subnet({states: 0.5}))
+    inner = fq.build_module(net, structure, structure.subnet({states: 0.5}))
     assert (inner.lstm.input_size, inner.lstm.hidden_size) == (4, 3)
-    for small in (outer, inner, fq.build(net, structure, structure.subnet(0.3))):
+    for small in (outer, inner, fq.build_module(net, structure, structure.subnet(0.3))):
         logits = small(TOKENS)
         assert logits.shape == net(TOKENS).shape
         logits.sum().backward()
@@ -363,7 +364,7 @@ def test_embedding_states_and_head_can_be_cut_each_by_itself(every_position):
         ("adds-mobilenet", {"image_size": 0}, "at least 1, got 3, 2, 0"),
         ("adds-mobilenet", {"width": 0}, r"width is a fraction in \(0, 1\], got 0"),
         ("adds-vgg", {"width": 1.5}, "got 1.5"),
-        ("adds-vgg", {"channels": (8, 8)}, "does not take these options: .*channels"),
+        ("adds-vgg", {"channels": (8, 8)}, "option 'channels' is not known"),
         ("char-lstm", {"num_classes": 0}, "head are at least 1, got 0, 0, 32, 256, 256"),
         ("char-lstm", {"vocabulary": 0}, "at least 1, got 80, 0, 32, 256, 256"),
         ("char-lstm", {"embedding": 0}, "at least 1, got 80, 80, 0, 256, 256"),
@@ -379,4 +380,4 @@ def test_embedding_states_and_head_can_be_cut_each_by_itself(every_position):
 )
 def test_options_that_make_no_sense_are_refused(name, options, sentence):
     with pytest.raises(ConfigError, match=f"model '{name}'.*{sentence}"):
-        make(name, options)
+        make_model(name, options)

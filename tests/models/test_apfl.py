@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.federation.mix import TIERS
-from fedquilt.models import make
-from fedquilt.models.apfl import MobileNetV2, multiplied
-from fedquilt.structure.cost import Cost, cost
-from fedquilt.structure.groups import Structure
-from fedquilt.structure.groups import traced as follow_unchecked
+from fedquilt.federation.budgets import TIERS
+from fedquilt.models import make_model
+from fedquilt.models.apfl import MobileNetV2, scale_channels
+from fedquilt.structure.cost import Cost, compute_cost
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.trace.readings import trace_once
 
 CHANNELS = {  # stem, seven layers, head
     1.5: (48, 24, 40, 48, 96, 144, 240, 480, 1280),  # Table 3
@@ -59,7 +60,7 @@ def on_paper(**options: float) -> MobileNetV2:
 def supernet() -> tuple[nn.Module, Structure]:
     """The net of Table 3; its groups are those of the checked half, see below."""
     net = on_paper()
-    return net, follow_unchecked(net, torch.zeros(1, 3, 32, 32, device="meta"), ())[0]
+    return net, trace_once(net, torch.zeros(1, 3, 32, 32, device="meta"), ())[0]
 
 
 @cache
@@ -69,7 +70,7 @@ def price(multiplier: float) -> Cost:
     small = on_paper(multiplier=multiplier)
     sizes = {g: small.get_submodule(g).out_channels for g in structure.cut_groups()}
     subnet = structure.subnet(channels={group: range(size) for group, size in sizes.items()})
-    return cost(net, structure, subnet, torch.zeros(1, 3, 32, 32))
+    return compute_cost(net, structure, subnet, torch.zeros(1, 3, 32, 32))
 
 
 def params_of(multiplier: float, *kinds: type[nn.Module]) -> int:
@@ -115,7 +116,7 @@ def test_the_supernet_is_table_3_line_by_line():
 def test_channels_are_the_nearest_multiple_of_eight_that_takes_at_most_a_tenth(size, multiplier):
     exact = size * multiplier
     allowed = [n for n in range(8, int(exact) + 17, 8) if n >= 0.9 * exact]
-    assert multiplied(size, multiplier) == min(allowed, key=lambda n: (abs(n - exact), -n))
+    assert scale_channels(size, multiplier) == min(allowed, key=lambda n: (abs(n - exact), -n))
 
 
 def test_layers_are_normalised_and_rectified_but_for_projections():
@@ -246,7 +247,7 @@ def test_34_layers_can_be_slimmed_and_residual_sums_leave_24_free_widths():
 
 def test_the_half_is_followed_has_the_groups_of_the_supernet_and_runs_at_every_width():
     net = MobileNetV2(multiplier=0.5)
-    structure = Structure.trace(net, torch.zeros(1, 3, 8, 8))
+    structure = trace_structure(net, torch.zeros(1, 3, 8, 8))
     groups = {n: [a and a[0].group for a in axes] for n, axes in structure.axes.items()}
     whole = supernet()[1]
     assert groups == {n: [a and a[0].group for a in axes] for n, axes in whole.axes.items()}
@@ -254,7 +255,7 @@ def test_the_half_is_followed_has_the_groups_of_the_supernet_and_runs_at_every_w
     residual = [f"blocks.{number}" for number in range(17) if number not in STARTS]
     assert list(structure.blocks) == residual
     for width in (1, 0.5, 0.3):
-        small = fq.build(net, structure, structure.subnet(width))
+        small = fq.build_module(net, structure, structure.subnet(width))
         logits: Tensor = small(torch.randn(2, 3, 16, 16))
         assert logits.shape == (2, 10)
         logits.sum().backward()
@@ -288,9 +289,9 @@ def test_any_multiplier_makes_a_net_with_the_same_head(multiplier):
         ({"num_classes": 0}, "at least 1, got 3, 0, 1280, 1"),
         ({"in_channels": 0}, "at least 1, got 0, 10, 1280, 1"),
         ({"stem_stride": 0}, "at least 1, got 3, 10, 1280, 0"),
-        ({"width": 0.5}, "does not take these options: .*width"),
+        ({"width": 0.5}, "option 'width' is not known"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=f"model 'mobilenetv2'.*{sentence}"):
-        make("mobilenetv2", options)
+        make_model("mobilenetv2", options)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.models import MODELS, make
+from fedquilt.models import MODELS, make_model
 from fedquilt.models.nefl import BasicBlock, ResNet, ViT, WideBottleneck
+from fedquilt.structure.trace.readings import trace_once
 
 PARAMS = {  # name and classes
     ("resnet18", 10): 11_173_962,
@@ -180,9 +181,9 @@ def test_attention_is_that_of_the_textbook():
 def test_small_nets_are_followed_and_run_at_every_width(kind):
     make_small, size = SMALL[kind]
     net, x = make_small(), torch.randn(2, 3, size, size)
-    structure = fq.Structure.trace(net, x[:1])
+    structure = fq.trace_structure(net, x[:1])
     for width in (1, 0.5, 0.3):
-        small = fq.build(net, structure, structure.subnet(width))
+        small = fq.build_module(net, structure, structure.subnet(width))
         logits: Tensor = small(x)
         assert logits.shape == (2, 10)
         logits.sum().backward()
@@ -201,9 +202,9 @@ def test_subnets_have_the_shapes_of_nets_made_at_that_width(name, options):
     options = dict(options)
     size = options.pop("image")
     net = MODELS[name](**options).eval()
-    structure, _ = fq.structure.groups.traced(net, torch.zeros(1, 3, size, size), ())
+    structure, _ = trace_once(net, torch.zeros(1, 3, size, size), ())
     for width in (0.5, 0.3):
-        small = fq.build(net, structure, structure.subnet(width))
+        small = fq.build_module(net, structure, structure.subnet(width))
         alone = on_paper(name, width=width, **options)
         shapes = {key: tensor.shape for key, tensor in alone.state_dict().items()}
         assert {key: tensor.shape for key, tensor in small.state_dict().items()} == shapes
@@ -246,7 +247,7 @@ def test_a_reset_under_a_seed_gives_what_the_constructor_gives(kind):
 )
 def test_options_that_make_no_sense_are_refused(name, options, sentence):
     with pytest.raises(ConfigError, match=f"model '{name}': .*{sentence}"):
-        make(name, options)
+        make_model(name, options)
 
 
 def test_channels_and_classes_are_as_asked():

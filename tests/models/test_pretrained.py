@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fedquilt.cli import main
 from fedquilt.errors import ConfigError
 from fedquilt.models.nefl import BasicBlock, ResNet, ViT
-from fedquilt.models.pretrained import Different, load_pretrained
+from fedquilt.models.pretrained import ShapeMismatch, load_pretrained
 
 
 def net(num_classes: int = 10, seed: int = 0) -> nn.Module:
@@ -99,8 +99,8 @@ def test_a_head_of_other_classes_keeps_its_initial_values_and_is_reported(tmp_pa
     path = written(tmp_path / "net.pt", weights(num_classes=100))
     report = load_pretrained(model, path)
     assert report.different == (
-        Different("fc.weight", (100, 6), (10, 6)),
-        Different("fc.bias", (100,), (10,)),
+        ShapeMismatch("fc.weight", (100, 6), (10, 6)),
+        ShapeMismatch("fc.bias", (100,), (10,)),
     )
     assert "another shape in the file: fc.weight (100×6 there, 10×6 here)" in str(report)
     expected = {n: before[n] if n.startswith("fc") else t for n, t in weights().items()}
@@ -185,7 +185,7 @@ def test_what_does_not_fit_can_be_left_out_and_is_reported(tmp_path):
     model, before = net(), net().state_dict()
     report = load_pretrained(model, written(tmp_path / "net.pt", damaged()), strict=False)
     assert report.missing == ("layer1.0.conv1.weight",)
-    assert report.different == (Different("bn1.weight", (3,), (4,)),)
+    assert report.different == (ShapeMismatch("bn1.weight", (3,), (4,)),)
     assert report.unused == ("extra.weight",)
     kept = {"layer1.0.conv1.weight", "bn1.weight"}
     expected = {n: before[n] if n in kept else t for n, t in weights().items()}
@@ -291,7 +291,7 @@ def test_a_run_starts_from_weights_and_goes_on_without_their_file(tmp_path, file
     ("changes", "words"),
     [
         (["--set", "model.hidden=[8, 4]"], "weights_strict = false"),
-        (["--method", "splitmix"], "splitmix draws the initial values"),
+        (["--method", "splitmix"], "SplitMix draws the initial values"),
         (["--set", "model.weights=none.pt"], "'none.pt' does not exist"),
     ],
 )

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.models import MODELS
-from fedquilt.structure.cost import cost
-from fedquilt.structure.cut import build
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.cost import compute_cost
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.cut import build_module
+from fedquilt.structure.structure import Structure
 
 LEVELS = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.125, "e": 0.0625}
 EXAMPLES = {
@@ -67,7 +68,7 @@ FLOPS = {  # as printed, also for mixes, which are means over their levels
 def traced(name: str) -> tuple[nn.Module, Structure]:
     """The net, followed on a small image: where it can be cut does not depend on the size."""
     net = MODELS[name]()
-    return net, Structure.trace(net, EXAMPLES[name][..., :8, :8])
+    return net, trace_structure(net, EXAMPLES[name][..., :8, :8])
 
 
 def papers_flops(net: nn.Module, example: Tensor) -> tuple[int, int]:
@@ -110,8 +111,8 @@ def test_parameter_counts_are_the_published_ones(name):
     model, structure = traced(name)
     for width, expected in zip(LEVELS.values(), PARAMS[name], strict=True):
         subnet = structure.subnet(width)
-        assert cost(model, structure, subnet, EXAMPLES[name]).params == expected
-        small = build(model, structure, subnet)
+        assert compute_cost(model, structure, subnet, EXAMPLES[name]).params == expected
+        small = build_module(model, structure, subnet)
         assert sum(p.numel() for p in small.parameters()) == expected
         alone = MODELS[name](width=width)  # the net constructed at that width
         assert [p.shape for p in small.parameters()] == [p.shape for p in alone.parameters()]
@@ -123,9 +124,9 @@ def test_macs_explain_every_printed_digit_of_the_flops_columns(name):
     flops = {}
     for level, width in LEVELS.items():
         subnet = structure.subnet(width)
-        small = build(model, structure, subnet)
+        small = build_module(model, structure, subnet)
         flops[level], macs = papers_flops(small, EXAMPLES[name])
-        assert cost(model, structure, subnet, EXAMPLES[name]).macs == macs
+        assert compute_cost(model, structure, subnet, EXAMPLES[name]).macs == macs
     for mix, expected in FLOPS[name].items():
         levels = mix.split("-")
         assert printed(sum(flops[level] for level in levels) / len(levels)) == expected, mix
@@ -133,7 +134,7 @@ def test_macs_explain_every_printed_digit_of_the_flops_columns(name):
 
 def test_the_cnns_column_is_twice_its_work():
     model, structure = traced("heterofl-cnn")
-    price = cost(model, structure, structure.subnet(1.0), EXAMPLES["heterofl-cnn"])
+    price = compute_cost(model, structure, structure.subnet(1.0), EXAMPLES["heterofl-cnn"])
     outputs = 64 * 28**2 + 128 * 14**2 + 256 * 7**2 + 512 * 3**2
     assert price.macs == 39_974_912
     assert 2 * (price.macs + outputs + 2 * outputs) == 80_504_320  # bias, then normalisation

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.errors import ConfigError
-from fedquilt.models import MODELS, make
-from fedquilt.structure.cost import cost
-from fedquilt.structure.cut import build
-from fedquilt.structure.groups import Structure
-from fedquilt.structure.groups import traced as follow_unchecked
+from fedquilt.models import MODELS, make_model
+from fedquilt.structure.cost import compute_cost
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.cut import build_module
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.trace.readings import trace_once
 
 WIDTHS = (1 / 8, 1 / 4, 1 / 2, 1)
 PARAMS = {
@@ -31,7 +32,7 @@ EXAMPLES = {
 @cache
 def traced(name: str, width: float) -> tuple[nn.Module, Structure]:
     net = MODELS[name](width=width)
-    return net, Structure.trace(net, torch.zeros(EXAMPLES[name]))
+    return net, trace_structure(net, torch.zeros(EXAMPLES[name]))
 
 
 def on_paper(name: str, **options: float) -> nn.Module:
@@ -54,8 +55,11 @@ def test_subnets_have_the_published_sizes_and_the_shapes_of_nets_made_at_that_wi
     for width, expected in zip(WIDTHS, PARAMS[name], strict=True):
         if width <= whole:
             subnet = structure.subnet(width / whole)
-            assert cost(model, structure, subnet, torch.zeros(EXAMPLES[name])).params == expected
-            small, alone = build(model, structure, subnet), on_paper(name, width=width)
+            assert (
+                compute_cost(model, structure, subnet, torch.zeros(EXAMPLES[name])).params
+                == expected
+            )
+            small, alone = build_module(model, structure, subnet), on_paper(name, width=width)
             shapes = {key: tensor.shape for key, tensor in alone.state_dict().items()}
             assert {key: tensor.shape for key, tensor in small.state_dict().items()} == shapes
 
@@ -63,15 +67,17 @@ def test_subnets_have_the_published_sizes_and_the_shapes_of_nets_made_at_that_wi
 def test_the_whole_alexnet_is_cut_to_the_published_sizes():
     # on paper only, so not checked by running it: that takes 2 GB, and the quarter was checked
     model, example = on_paper("alexnet-bn"), torch.zeros(EXAMPLES["alexnet-bn"], device="meta")
-    structure, _ = follow_unchecked(model, example, ())
+    structure, _ = trace_once(model, example, ())
     for width, expected in zip(WIDTHS, PARAMS["alexnet-bn"], strict=True):
-        assert cost(model, structure, structure.subnet(width), example).params == expected
+        assert compute_cost(model, structure, structure.subnet(width), example).params == expected
 
 
 def test_the_digits_net_costs_what_was_counted():
     model, structure = traced("digits-cnn", 1)
     example = torch.zeros(EXAMPLES["digits-cnn"])
-    whole, base = (cost(model, structure, structure.subnet(w), example).macs for w in (1, 1 / 8))
+    whole, base = (
+        compute_cost(model, structure, structure.subnet(w), example).macs for w in (1, 1 / 8)
+    )
     by_hand = (
         28**2 * 64 * 3 * 25
         + 14**2 * 64 * 64 * 25
@@ -98,7 +104,7 @@ def test_alexnet_meets_images_of_256_as_the_paper_says():
         15**2 * sizes[4] * sizes[3] * 9,
         sizes[4] * 36 * 1024 + 1024 * 1024 + 1024 * 10,
     ]
-    price = cost(model, structure, structure.subnet(1), torch.zeros(1, 3, 256, 256))
+    price = compute_cost(model, structure, structure.subnet(1), torch.zeros(1, 3, 256, 256))
     assert price.macs == sum(work)
 
 
@@ -163,4 +169,4 @@ def test_widths_are_rounded_down():
 @pytest.mark.parametrize("name", ["digits-cnn", "alexnet-bn"])
 def test_a_width_that_leaves_nothing_is_refused(name):
     with pytest.raises(ConfigError, match=f"'{name}': width 0.01 .*; use at least 1/64"):
-        make(name, {"width": 0.01})
+        make_model(name, {"width": 0.01})

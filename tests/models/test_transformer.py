@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.models import make
+from fedquilt.models import make_model
 from fedquilt.models.transformer import EncoderLayer, MaskedTransformer
-from fedquilt.structure.cost import Cost, cost
-from fedquilt.structure.cut import cells
-from fedquilt.structure.groups import Structure
-from fedquilt.structure.groups import traced as follow_unchecked
+from fedquilt.structure.cost import Cost, compute_cost
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.cut import index_cells
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.trace.readings import trace_once
 
 WIDTHS = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.125, "e": 0.0625}
 PARAMS = {"a": 19_263_486, "b": 9_107_710, "c": 4_435_326, "d": 2_200_510, "e": 1_108_446}
@@ -40,14 +41,14 @@ def supernet(num_classes: int) -> tuple[nn.Module, Structure]:
     """The whole net; its groups are those of the small one that is checked, see below."""
     net = on_paper(num_classes=num_classes)
     example = torch.zeros(1, 64, dtype=torch.long, device="meta")
-    return net, follow_unchecked(net, example, ())[0]
+    return net, trace_once(net, example, ())[0]
 
 
 @cache
 def price(level: str, num_classes: int = 33278) -> Cost:
     net, structure = supernet(num_classes)
     example = torch.zeros(1, 64, dtype=torch.long)
-    return cost(net, structure, structure.subnet(WIDTHS[level]), example, batch_size=1)
+    return compute_cost(net, structure, structure.subnet(WIDTHS[level]), example, batch_size=1)
 
 
 def small(**options: float) -> MaskedTransformer:
@@ -59,7 +60,7 @@ def small(**options: float) -> MaskedTransformer:
 @cache
 def traced() -> tuple[MaskedTransformer, Structure]:
     net = small()
-    return net, Structure.trace(net, TEXT)
+    return net, trace_structure(net, TEXT)
 
 
 def groups(structure: Structure) -> dict[str, list[str | None]]:
@@ -74,7 +75,7 @@ def test_levels_have_the_published_parameters(level):
     assert price(level).params == PARAMS[level]
     assert f"{PARAMS[level] / 1e6:.1f} M" == TABLE_3[level][0]
     net, structure = supernet(33278)
-    cut = fq.build(net, structure, structure.subnet(WIDTHS[level]))
+    cut = fq.build_module(net, structure, structure.subnet(WIDTHS[level]))
     alone = on_paper(width=WIDTHS[level])
     assert [p.shape for p in cut.parameters()] == [p.shape for p in alone.parameters()]
 
@@ -113,7 +114,7 @@ def test_work_explains_the_flops_of_the_table(level):
 def test_heads_are_kept_and_channels_are_cut_inside_each_head():
     _, structure = traced()
     heads = [0, 1, 4, 5, 8, 9, 12, 13]  # the first half of each of four
-    where = cells(structure, structure.subnet(0.5))
+    where = index_cells(structure, structure.subnet(0.5))
 
     def kept(name: str, axis: int) -> list[int]:
         return torch.arange(structure.shapes[name][axis])[where[name][axis]].tolist()
@@ -150,7 +151,7 @@ def test_the_whole_net_has_the_groups_of_the_small_one():
 @pytest.mark.parametrize("width", [1, 0.5, 0.3, 0.0625])
 def test_subnets_learn(width):
     net, structure = traced()
-    cut = fq.build(net, structure, structure.subnet(width))
+    cut = fq.build_module(net, structure, structure.subnet(width))
     assert cut.layers[0].attention.heads == 4
     torch.manual_seed(2)
     losses = [_loss(cut, seed=5)]
@@ -173,7 +174,7 @@ def _loss(net: nn.Module, seed: int) -> Tensor:
 @pytest.mark.parametrize("width", [1, 0.5])
 def test_attention_is_that_of_each_head_by_itself_at_its_own_temperature(width):
     net, structure = traced()
-    attention = fq.build(net, structure, structure.subnet(width)).layers[0].attention
+    attention = fq.build_module(net, structure, structure.subnet(width)).layers[0].attention
     size = int(4 * width)
     x = torch.randn(2, 5, int(16 * width))
     heard = []
@@ -238,7 +239,7 @@ def test_perceptrons_start_small_biases_at_zero_and_layers_apart():
 def test_a_share_of_all_tokens_is_hidden_behind_one_more(rate):
     net = small(mask_rate=rate)
     tokens = torch.randint(20, (200, 500))
-    seen = net.hide(tokens)
+    seen = net.mask_tokens(tokens)
     hidden = seen != tokens
     assert (seen[hidden] == 20).all()
     assert hidden.float().mean().item() == pytest.approx(rate, abs=0.01)
@@ -298,9 +299,9 @@ def test_texts_may_be_shorter_than_the_positions_but_not_longer():
         ({"mask_rate": float("nan")}, "got nan"),
         ({"dropout": 2.0}, "dropout"),
         ({"width": 0}, r"width is a fraction in \(0, 1\], got 0"),
-        ({"image_size": 28}, "does not take these options: .*image_size"),
+        ({"image_size": 28}, "option 'image_size' is not known"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=f"model 'heterofl-transformer'.*{sentence}"):
-        make("heterofl-transformer", options)
+        make_model("heterofl-transformer", options)

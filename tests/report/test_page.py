@@ -18,14 +18,14 @@ from fedquilt.evaluation.architectures import (
     Compression,
     Distance,
     Distances,
+    KeepRate,
     LayerCost,
-    Rate,
-    mean_costs,
+    compute_mean_costs,
 )
 from fedquilt.evaluation.clients import ClientScore
-from fedquilt.evaluation.targets import Reached
-from fedquilt.report import figures
-from fedquilt.report.page import Story, write
+from fedquilt.evaluation.targets import TargetResult
+from fedquilt.report import drawing, figures, score_plots, subnet_plots
+from fedquilt.report.page import RunReport, write_page
 from fedquilt.report.records import LocalTest, Milestone
 from fedquilt.structure.budget import Budget
 
@@ -72,8 +72,8 @@ ARCHITECTURES = [
 ]
 
 
-def story(name: str) -> Story:
-    return Story(
+def story(name: str) -> RunReport:
+    return RunReport(
         name,
         {"seed": 3, "method": "<b>"},
         SCORES,
@@ -84,41 +84,43 @@ def story(name: str) -> Story:
 
 
 def test_curves_are_the_scores():
-    by_params, _, by_width = figures.by_size({"x": SCORES})
+    by_params, _, by_width = score_plots.plot_by_size({"x": SCORES})
     assert by_width.curves["x"] == [(0.5, 45.0), (1.0, 90.0)]  # clean points, narrow first
     assert (by_width.x, by_width.y) == ("width", "user accuracy (%)")
     assert [x for x, _ in by_params.curves["x"]] == [500, 1000]
-    (trade_off,) = figures.trade_off({"x": SCORES})
+    (trade_off,) = score_plots.plot_trade_off({"x": SCORES})
     assert trade_off.curves["x x1"] == [pytest.approx((90, 20)), pytest.approx((80, 50))]
     assert set(trade_off.curves) == {"x x1", "x x0.5"}
-    assert figures.trade_off({"x": [score(1.0, 0.5)]}) == []
-    assert figures.by_clock({"x": [milestone(2_000_000, 0.9)]}).curves["x"] == [(2.0, 90.0)]
+    assert score_plots.plot_trade_off({"x": [score(1.0, 0.5)]}) == []
+    assert score_plots.plot_by_time({"x": [milestone(2_000_000, 0.9)]}).curves["x"] == [(2.0, 90.0)]
 
 
 def test_curves_of_a_picture_are_of_one_score_and_the_axis_says_which():
     held_out = [replace(s, accuracy=0.2) for s in SCORES]
     curves = {"x": SCORES, "y": held_out}
-    assert {picture.y for picture in figures.by_size(curves)} == {"user accuracy (%)"}
-    assert {picture.y for picture in figures.by_size({"y": held_out})} == {"accuracy (%)"}
-    (first, *_) = figures.by_size({"y": held_out})
+    assert {picture.y for picture in score_plots.plot_by_size(curves)} == {"user accuracy (%)"}
+    assert {picture.y for picture in score_plots.plot_by_size({"y": held_out})} == {"accuracy (%)"}
+    (first, *_) = score_plots.plot_by_size({"y": held_out})
     assert {y for _, y in first.curves["y"]} == {20.0}
 
 
 def test_sizes_that_mean_different_things_are_compared_by_parameters_alone():
-    assert [p.x for p in figures.by_size({"x": SCORES}, {"γ"})][-1] == "γ"
-    several = figures.by_size({"x": SCORES, "y": SCORES}, {"width", "γ"})
+    assert [p.x for p in score_plots.plot_by_size({"x": SCORES}, {"γ"})][-1] == "γ"
+    several = score_plots.plot_by_size({"x": SCORES, "y": SCORES}, {"width", "γ"})
     assert [p.x for p in several] == ["parameters", "MACs, one example"]
 
 
 def test_a_page_says_what_sizes_are_what_is_summed_up_and_who_went_beyond_its_budget(tmp_path):
     held_out = [score(1.0, 0.5), score(0.5, 0.25)]
-    told = Story("deep", {}, [replace(s, accuracy=0.75) for s in held_out], size_kind="parameters")
+    told = RunReport(
+        "deep", {}, [replace(s, accuracy=0.75) for s in held_out], size_kind="parameters"
+    )
     told = replace(told, exceeds_budgets="ignores budgets: <all>")
-    page = write(tmp_path, [told]).read_text()
+    page = write_page(tmp_path, [told]).read_text()
     for words in (
         "<th>γ</th>",
-        "γ: the share of the whole model&#x27;s parameters",
-        "user accuracy: on each client&#x27;s own test data, mean over clients",
+        "γ: the fraction of the full model&#39;s parameters",
+        "user accuracy: on each client&#39;s own test data, mean over clients",
         "worst 75.0%, mean 75.0%: accuracy over sizes",
         "ignores budgets: &lt;all&gt;",
     ):
@@ -126,10 +128,10 @@ def test_a_page_says_what_sizes_are_what_is_summed_up_and_who_went_beyond_its_bu
 
 
 def test_bars_and_boxes_are_the_clients():
-    bars = figures.by_group({"x": {"a": 0.5}, "y": {"a": 1.0, "b": 0.25}})
-    assert bars.places == ("a", "b")
+    bars = score_plots.plot_by_group({"x": {"a": 0.5}, "y": {"a": 1.0, "b": 0.25}})
+    assert bars.labels == ("a", "b")
     assert bars.series == {"x": [50.0, 0.0], "y": [100.0, 25.0]}
-    boxes = figures.by_client({"x": CLIENTS})
+    boxes = score_plots.plot_by_client({"x": CLIENTS})
     assert boxes.panels["parameters a round (M)"]["x"] == [0, 1, 2, 3]
     assert boxes.panels["accuracy (%)"]["x"] == pytest.approx([0, 10, 20, 30])
 
@@ -139,31 +141,31 @@ def test_accuracy_against_bytes_has_a_curve_for_a_run_and_one_for_own_nets():
         "x": [milestone(1_000_000, 0.5), milestone(30_000_000, 0.75, 0.25)],
         "y": [milestone(2_000_000, 0.9)],
     }
-    (picture,) = figures.by_traffic(runs)
+    (picture,) = score_plots.plot_by_traffic(runs)
     assert picture.curves == {
         "x": [(1.0, 50.0), (30.0, 75.0)],
-        "x, own nets": [(30.0, 25.0)],
+        "x, personal": [(30.0, 25.0)],
         "y": [(2.0, 90.0)],
     }
     assert picture.x.startswith("MB ")
-    (large,) = figures.by_traffic({"x": [milestone(2_500_000_000, 0.5)]})
+    (large,) = score_plots.plot_by_traffic({"x": [milestone(2_500_000_000, 0.5)]})
     assert (large.x[:2], large.curves["x"]) == ("GB", [(2.5, 50.0)])
-    assert figures.by_traffic({"x": []}) == []
+    assert score_plots.plot_by_traffic({"x": []}) == []
 
 
 def test_runs_are_told_by_what_it_took_to_reach_what_all_reach():
     early = [milestone(1_000_000, 0.99, phase="warm-up")]  # of a net that is trained no further
     slow = [*early, milestone(4_000_000, 0.5), milestone(8_000_000, 0.8), milestone(9_000_000, 0.7)]
     fast = [milestone(2_000_000, 0.6), milestone(3_000_000, 0.85), milestone(5_000_000, 0.95)]
-    (picture,) = figures.by_traffic({"slow": slow, "fast": fast})
+    (picture,) = score_plots.plot_by_traffic({"slow": slow, "fast": fast})
     assert picture.caption == "To reach 80.0%, as all do: slow 8.00 MB, fast 3.00 MB."
-    assert figures.by_traffic({"slow": slow})[0].caption == ""  # nothing to compare with
-    assert figures.by_traffic({"slow": slow, "silent": []})[0].caption == ""
+    assert score_plots.plot_by_traffic({"slow": slow})[0].caption == ""  # nothing to compare with
+    assert score_plots.plot_by_traffic({"slow": slow, "silent": []})[0].caption == ""
 
 
 def test_a_grid_has_clients_of_a_budget_side_by_side():
     apart = Distances(Distance(2, 1234.56, 0.256), Distance(6, 7.0, 1.5))
-    (grid,) = figures.by_layer("x", ARCHITECTURES, apart)
+    (grid,) = subnet_plots.plot_by_layer("x", ARCHITECTURES, apart)
     assert grid.rows == ("layer0", "layer1")
     assert grid.columns == ("1", "3", "0", "2")  # the rich come first
     assert grid.values == [[100.0, 87.5, 25.0, 50.0], [75.0, 100.0, 50.0, 12.5]]
@@ -177,27 +179,27 @@ def test_a_grid_has_clients_of_a_budget_side_by_side():
 
 def test_a_grid_without_budgets_has_clients_in_their_order():
     unknown = [replace(net, budget=None) for net in ARCHITECTURES]
-    (grid,) = figures.by_layer("x", unknown, Distances(None, Distance(6, 7.0, 1.5)))
+    (grid,) = subnet_plots.plot_by_layer("x", unknown, Distances(None, Distance(6, 7.0, 1.5)))
     assert grid.columns == ("0", "1", "2", "3")
     assert "budget" not in grid.caption
     others = [replace(net, budget=Budget(0.1 + 0.2 * net.client)) for net in ARCHITECTURES]
-    (grid,) = figures.by_layer("x", others, None)
+    (grid,) = subnet_plots.plot_by_layer("x", others, None)
     assert (grid.columns, grid.bands, grid.caption) == (("3", "2", "1", "0"), (), "")
-    assert figures.by_layer("x", [], None) == []
+    assert subnet_plots.plot_by_layer("x", [], None) == []
     whole = [architecture(i, POOR, 1.0, 1.0) for i in range(3)]  # nothing to be seen
-    assert figures.by_layer("x", whole, None) == []
+    assert subnet_plots.plot_by_layer("x", whole, None) == []
 
 
 def test_bars_of_costs_are_means_over_all_and_over_every_budget():
     uniform = [replace(net, params=1.5e6, bytes=6e6) for net in NETS[:1]]
-    params, macs, upload = figures.by_cost({"x": NETS, "y": uniform, "nobody": []})
-    assert params.places == macs.places == ("all clients", "2.2 M params\n88 M MACs", "width 0.25")
+    params, macs, upload = subnet_plots.plot_by_cost({"x": NETS, "y": uniform, "nobody": []})
+    assert params.labels == macs.labels == ("all clients", "2.2 M params\n88 M MACs", "width 0.25")
     assert params.series == {"x": [2.0, 3.0, 1.5], "y": [1.5, 0.0, 1.5]}
     assert macs.series == {"x": [4.0, 6.0, 3.0], "y": [2.0, 0.0, 2.0]}
     assert upload.series == {"x": [8.0, 12.0, 6.0], "y": [6.0, 0.0, 6.0]}
     assert upload.caption == "In the mean over clients: x 8.00 MB, y 6.00 MB."
-    assert figures.by_cost({"x": NETS[:1]})[0].places == ("all clients",)
-    assert figures.by_cost({"x": []}) == []
+    assert subnet_plots.plot_by_cost({"x": NETS[:1]})[0].labels == ("all clients",)
+    assert subnet_plots.plot_by_cost({"x": []}) == []
 
 
 def test_accuracy_against_rounds_has_a_picture_of_own_models_where_they_were_tested():
@@ -207,42 +209,46 @@ def test_accuracy_against_rounds_has_a_picture_of_own_models_where_they_were_tes
 
     runs = {"x": [at(2, 0.25, 0.75), at(4, 0.5)], "y": [at(3, None, 0.125), at(4, None)]}
     local = {"x": [LocalTest(1, "train", 0.75, 3), LocalTest(2, "train", 0.875, 3)], "y": []}
-    shared, own = figures.by_round(runs, local)
+    shared, own = score_plots.plot_by_round(runs, local)
     assert shared.curves == {"x": [(2, 25.0), (4, 50.0)], "y": [(3, 12.5)]}  # of held-out data
     assert own.curves == {"x": [(1, 75.0), (2, 87.5)], "y": []}
-    assert figures.by_round(runs, {"x": [], "y": []}) == [shared]
-    assert figures.by_round({"x": []}, {}) == []
+    assert score_plots.plot_by_round(runs, {"x": [], "y": []}) == [shared]
+    assert score_plots.plot_by_round({"x": []}, {}) == []
 
 
 def test_accuracies_of_own_models_are_told_one_by_one_and_in_the_mean():
-    (picture,) = figures.by_density({"x": {0: 0.25, 7: 0.75, 3: 0.5}, "y": {1: 1.0}, "z": {}})
+    (picture,) = score_plots.plot_density({"x": {0: 0.25, 7: 0.75, 3: 0.5}, "y": {1: 1.0}, "z": {}})
     assert picture.values == {"x": [25.0, 75.0, 50.0], "y": [100.0]}
     assert picture.caption.endswith(": x 50.0% ± 20.4%, y 100.0% ± 0.0%.")
-    assert figures.by_density({"x": {}}) == []
+    assert score_plots.plot_density({"x": {}}) == []
 
 
-RATES = [Rate("conv", 8, 0.75, 0.125), Rate("hidden", 100, 0.5, 0.0)]
+RATES = [KeepRate("conv", 8, 0.75, 0.125), KeepRate("hidden", 100, 0.5, 0.0)]
 LAYERS = [LayerCost("conv", 100, 50.0, 4000, 1000.0), LayerCost("out", 900, 90.0, 2000, 500.0)]
 
 
 def test_rates_have_bars_with_their_spread():
-    (bars,) = figures.by_rate("x", RATES)
-    assert bars.places == ("conv", "hidden")
+    (bars,) = subnet_plots.plot_keep_rates("x", RATES)
+    assert bars.labels == ("conv", "hidden")
     assert list(bars.series.values()) == [[75.0, 50.0]]
     assert bars.series.keys() == bars.spread.keys()
     assert list(bars.spread.values()) == [[12.5, 0.0]]
-    assert figures.by_rate("x", []) == figures.by_rate("x", [Rate("conv", 8, 1.0, 0.0)]) == []
+    assert (
+        subnet_plots.plot_keep_rates("x", [])
+        == subnet_plots.plot_keep_rates("x", [KeepRate("conv", 8, 1.0, 0.0)])
+        == []
+    )
 
 
 def test_layers_have_bars_of_the_supernet_and_of_clients_nets():
-    params, macs = figures.by_layer_cost("x", LAYERS)
-    assert params.places == macs.places == ("conv", "out")
+    params, macs = subnet_plots.plot_layer_costs("x", LAYERS)
+    assert params.labels == macs.labels == ("conv", "out")
     assert [*params.series.values()] == [[1e-4, 9e-4], [5e-5, 9e-5]]
     assert [*macs.series.values()] == [[4e-3, 2e-3], [1e-3, 5e-4]]
     assert params.caption == "All together: 140 of 1.00 k."
     assert macs.caption == "All together: 1.50 k of 6.00 k."
     whole = [LayerCost("conv", 100, 100.0, 4000, 4000.0)]
-    assert figures.by_layer_cost("x", []) == figures.by_layer_cost("x", whole) == []
+    assert subnet_plots.plot_layer_costs("x", []) == subnet_plots.plot_layer_costs("x", whole) == []
 
 
 SMALL = [Compression(0, 0.5, 0.25), Compression(1, 0.25, 0.5), Compression(2, 0.125, 0.75)]
@@ -250,18 +256,18 @@ SMALL = [Compression(0, 0.5, 0.25), Compression(1, 0.25, 0.5), Compression(2, 0.
 
 def test_compression_against_divergence_has_a_point_for_a_client_and_its_correlation():
     uniform = [Compression(0, 1.0, 0.25), Compression(1, 1.0, 0.5)]
-    (points,) = figures.by_divergence({"x": SMALL, "whole": uniform, "nobody": []})
+    (points,) = subnet_plots.plot_by_divergence({"x": SMALL, "whole": uniform, "nobody": []})
     assert points.curves == {"x": [(0.25, 50.0), (0.5, 25.0), (0.75, 12.5)]}
     assert not points.is_joined
     assert points.caption == "Correlation: x -0.98 over 3 clients."
-    assert figures.by_divergence({"whole": uniform, "nobody": []}) == []
+    assert subnet_plots.plot_by_divergence({"whole": uniform, "nobody": []}) == []
 
 
 def test_bars_of_many_places_grow(tmp_path):
     def drawn(count: int) -> int:
-        rates = [Rate(f"group {i}", 8, 0.5, 0.1) for i in range(count)]
-        (bars,) = figures.by_rate("x", rates)
-        figures.draw(bars, tmp_path / "bars.png")
+        rates = [KeepRate(f"group {i}", 8, 0.5, 0.1) for i in range(count)]
+        (bars,) = subnet_plots.plot_keep_rates("x", rates)
+        drawing.draw_figure(bars, tmp_path / "bars.png")
         return size_of(tmp_path / "bars.png")[0]
 
     few, many = drawn(8), drawn(60)
@@ -276,8 +282,8 @@ def size_of(path) -> tuple[int, int]:
 def test_a_grid_grows_with_what_it_shows(tmp_path):
     def drawn(clients: int, groups: int) -> tuple[int, int]:
         nets = [architecture(i, POOR, *[0.5] * groups) for i in range(clients)]
-        (grid,) = figures.by_layer("x", nets, None)
-        figures.draw(grid, tmp_path / "grid.png")
+        (grid,) = subnet_plots.plot_by_layer("x", nets, None)
+        drawing.draw_figure(grid, tmp_path / "grid.png")
         return size_of(tmp_path / "grid.png")
 
     for count in (50, 120):  # a label every 12 pixels at least, beside those of the other axis
@@ -287,7 +293,7 @@ def test_a_grid_grows_with_what_it_shows(tmp_path):
 
 
 def test_the_page_is_whole_and_the_data_beside_it(tmp_path):
-    page = write(tmp_path / "out", [story("one"), story("two")])
+    page = write_page(tmp_path / "out", [story("one"), story("two")])
     text = page.read_text()
     pictures = sorted(page.parent.glob("*.png"))
     assert len(pictures) == 9
@@ -301,7 +307,7 @@ def test_the_page_is_whole_and_the_data_beside_it(tmp_path):
 
 
 def test_what_is_not_known_is_left_out(tmp_path):
-    page = write(tmp_path, [Story("bare", {}, [score(1.0, 0.5), score(0.5, 0.4)])])
+    page = write_page(tmp_path, [RunReport("bare", {}, [score(1.0, 0.5), score(0.5, 0.4)])])
     assert len(list(page.parent.glob("*.png"))) == 3  # against width, parameters and MACs
 
 
@@ -312,9 +318,9 @@ def test_own_nets_are_drawn_with_their_distances_below(tmp_path):
         architectures=ARCHITECTURES,
         distances=apart,
         nets=NETS,
-        mean_costs=mean_costs(NETS),
+        mean_costs=compute_mean_costs(NETS),
     )
-    page = write(tmp_path, [told, story("other")])
+    page = write_page(tmp_path, [told, story("other")])
     names = {p.name.partition("-")[2] for p in tmp_path.glob("*.png")}
     assert {"architectures-of-x-y.png", "parameters-of-clients-nets.png"} < names
     assert len(names) == 9 + 3 + 1
@@ -342,7 +348,7 @@ def cells(text: str, title: str) -> list[list[str]]:
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pictures take long, and tables are not in them."""
-    monkeypatch.setattr(figures, "draw", lambda figure, path: path.touch())
+    monkeypatch.setattr(drawing, "draw_figure", lambda figure, path: path.touch())
 
 
 def test_rounds_to_targets_are_a_table_with_speed_ups(tmp_path, undrawn):
@@ -350,17 +356,19 @@ def test_rounds_to_targets_are_a_table_with_speed_ups(tmp_path, undrawn):
     first = replace(
         story("fedavg"),
         local_tests=tests,
-        targets=[Reached(0.4, 41, 30), Reached(0.45, 78, None)],
+        targets=[TargetResult(0.4, 41, 30), TargetResult(0.45, 78, None)],
     )
     second = replace(
         story("a & b"),
         local_tests=tests,
-        targets=[Reached(0.4, 34, 15, 41 / 34, 2.0), Reached(0.45, None, 9)],
+        targets=[TargetResult(0.4, 34, 15, 41 / 34, 2.0), TargetResult(0.45, None, 9)],
     )
-    third = replace(story("untested"), targets=[Reached(0.4, 54, None, 41 / 54), Reached(0.45, 1)])
-    page = write(tmp_path, [first, second, third])
+    third = replace(
+        story("untested"), targets=[TargetResult(0.4, 54, None, 41 / 54), TargetResult(0.45, 1)]
+    )
+    page = write_page(tmp_path, [first, second, third])
     assert cells(page.read_text(), "Rounds to an accuracy") == [
-        ["", "40.0%", "45.0%", "own models 40.0%", "own models 45.0%"],
+        ["", "40.0%", "45.0%", "local models 40.0%", "local models 45.0%"],
         ["fedavg", "41", "78", "30", "—"],
         ["a &amp; b", "34 (1.21 ×)", "—", "15 (2.00 ×)", "9"],
         ["untested", "54 (0.76 ×)", "1", "", ""],
@@ -373,9 +381,9 @@ def test_rounds_to_targets_are_a_table_with_speed_ups(tmp_path, undrawn):
         "speed_up": 41 / 34,
         "local_speed_up": 2.0,
     }
-    alone = write(tmp_path, [replace(third, targets=third.targets[:1])]).read_text()
+    alone = write_page(tmp_path, [replace(third, targets=third.targets[:1])]).read_text()
     assert cells(alone, "Rounds to an accuracy")[0] == ["", "40.0%"]
-    assert "Rounds to an accuracy" not in write(tmp_path, [story("x")]).read_text()
+    assert "Rounds to an accuracy" not in write_page(tmp_path, [story("x")]).read_text()
 
 
 def test_means_over_clients_are_a_table_of_runs(tmp_path, undrawn):
@@ -387,7 +395,9 @@ def test_means_over_clients_are_a_table_of_runs(tmp_path, undrawn):
         traffic={"up": 9_000_000.0, "down": 500.0},
     )
     bare = replace(told, name="y", local={}, traffic={}, scores=[replace(SCORES[0], accuracy=None)])
-    rows = cells(write(tmp_path, [told, story("z"), bare]).read_text(), "In the mean over clients")
+    rows = cells(
+        write_page(tmp_path, [told, story("z"), bare]).read_text(), "In the mean over clients"
+    )
     assert [row[0] for row in rows] == ["", "x", "y"]
     assert rows[1][1:] == ["90.0%", "62.5%", "2.50 M (12.5%)", "980.2 (100.0%)", "9.00 MB", "500 B"]
     assert rows[2][1:3] == ["90.0%", "-"]
@@ -395,7 +405,7 @@ def test_means_over_clients_are_a_table_of_runs(tmp_path, undrawn):
 
 
 def test_own_models_and_sampled_nets_are_drawn_and_their_data_beside(tmp_path):
-    told = Story(
+    told = RunReport(
         "x",
         {},
         [score(1.0, 0.5)],
@@ -406,7 +416,7 @@ def test_own_models_and_sampled_nets_are_drawn_and_their_data_beside(tmp_path):
         local_tests=[LocalTest(1, "train", 0.5, 2), LocalTest(2, "train", 0.75, 2)],
         local={0: 0.5, 1: 1.0, 2: 0.75},
     )
-    write(tmp_path, [told])
+    write_page(tmp_path, [told])
     names = {p.name.partition("-")[2] for p in tmp_path.glob("*.png")}
     assert {
         "accuracy-of-clients-own-models-against-rounds.png",
@@ -428,10 +438,10 @@ def test_own_models_and_sampled_nets_are_drawn_and_their_data_beside(tmp_path):
 
 def test_a_page_tells_accuracy_in_each_domain(tmp_path):
     told = [replace(s, group_accuracy={"sea <1>": s.width, "land": 0.125}) for s in SCORES]
-    page = write(tmp_path / "with", [replace(story("x"), scores=told)]).read_text()
+    page = write_page(tmp_path / "with", [replace(story("x"), scores=told)]).read_text()
     assert "<td>sea &lt;1&gt;</td><td>100.0%</td><td>50.0%</td>" in page
     assert "<td>land</td><td>12.5%</td><td>12.5%</td>" in page
-    assert "each domain" not in write(tmp_path / "without", [story("x")]).read_text()
+    assert "each domain" not in write_page(tmp_path / "without", [story("x")]).read_text()
 
 
 # names with markup
@@ -464,12 +474,12 @@ def test_names_with_markup_are_texts_on_the_page_and_in_pictures(tmp_path):
         steps={NASTY: {NASTY: 1.0}},
         weights={NASTY: {NASTY: 1.0}},
         architectures=[Architecture(0, None, {NASTY: 0.5}, {NASTY: 0.5}, {NASTY: 4})],
-        rates=[Rate(NASTY, 8, 0.5, 0.1)],
+        rates=[KeepRate(NASTY, 8, 0.5, 0.1)],
         layers=[LayerCost(NASTY, 10, 5.0, 20, 10.0)],
         local={0: 0.5, 1: 0.75},
         mean_costs={"params": 1.0, "macs": 1.0},
     )
-    page = write(tmp_path / "report", [nasty, story("_plain")])
+    page = write_page(tmp_path / "report", [nasty, story("_plain")])
     found = Elements()
     found.feed(page.read_text(encoding="utf-8"))
     assert set(found.names) <= {
@@ -483,13 +493,13 @@ def test_names_with_markup_are_texts_on_the_page_and_in_pictures(tmp_path):
 
 def test_names_are_drawn_as_they_are(tmp_path):
     picture = figures.Lines(NASTY, NASTY, NASTY, {NASTY: [(1, 1)], "_hidden": [(2, 2)]})
-    written = figures.plain(picture.curves)
+    written = drawing.escape_math(picture.curves)
     assert not any(cbook.is_math_text(name) for name in written)
     assert not any(name.startswith("_") for name in written)
-    figures.draw(picture, tmp_path / "a.png")
+    drawing.draw_figure(picture, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 0
 
 
 def test_a_long_name_is_no_problem_for_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "draw", lambda figure, path: path.write_bytes(b""))
-    assert write(tmp_path, [replace(story("n" * 250), steps={"1": {"a": 1.0}})]).exists()
+    monkeypatch.setattr(drawing, "draw_figure", lambda figure, path: path.write_bytes(b""))
+    assert write_page(tmp_path, [replace(story("n" * 250), steps={"1": {"a": 1.0}})]).exists()

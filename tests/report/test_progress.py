@@ -1,4 +1,4 @@
-"""What a watcher of a run sees."""
+"""What a console shows of a run."""
 
 import io
 
@@ -7,12 +7,13 @@ from rich.console import Console
 
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.federation.client import Failure
-from fedquilt.report.progress import Seen, Watch, picture, sentence
-from fedquilt.runs.loop import (
+from fedquilt.report.progress import ProgressBar, ProgressState, render_progress
+from fedquilt.runs.event_lines import describe_event
+from fedquilt.runs.events import (
     ClientDone,
     ClientProgress,
+    EnvironmentChanged,
     Evaluated,
-    Moved,
     RoundDone,
     RoundStarted,
 )
@@ -33,131 +34,149 @@ ROUND = (
 )
 
 
-def shown(seen):
+def shown(state):
     console = Console(file=io.StringIO(), width=100)
-    console.print(picture(seen))
+    console.print(render_progress(state))
     return console.file.getvalue()
 
 
 def test_plain_lines_are_one_per_round_evaluation_and_failure():
     file = io.StringIO()
-    with Watch(Console(file=file), num_rounds=10) as watch:
+    with ProgressBar(Console(file=file), num_rounds=10) as progress:
         for event in ROUND:
-            watch(event)
+            progress(event)
     assert file.getvalue().splitlines() == [
         "client 2 failed: out of memory",
-        "round 1/10: loss 0.5000, 1 clients, 1 failed, 1.5 s",
-        "round 1/10: accuracy 90.0% at 1, 80.0% at 0.5",
+        "round 1/10 · loss 0.5000 · 1 client · 1 failed · 1.5 s",
+        "round 1/10 · accuracy 90.0% at 1, 80.0% at 0.5",
     ]
 
 
 @pytest.mark.parametrize("is_live", [False, True])
-def test_a_run_that_moved_is_told_of_on_every_console(is_live):
+def test_another_environment_is_reported_on_every_console(is_live):
     class File(io.StringIO):
         def isatty(self):
             return is_live
 
     file = File()
     console = Console(file=file, force_terminal=is_live, force_interactive=is_live, width=400)
-    with Watch(console, num_rounds=10) as watch:
-        watch(Moved(3, "torch 2.6 -> 2.7"))
-    assert "after round 3, but not where it was (torch 2.6 -> 2.7): its last bits" in (
+    with ProgressBar(console, num_rounds=10) as progress:
+        progress(EnvironmentChanged(3, "torch 2.6 -> 2.7"))
+    assert "after round 3 in another environment (torch 2.6 -> 2.7): the last bits" in (
         file.getvalue()
     )
 
 
 def test_a_client_that_names_itself_is_named_once():
-    assert sentence(ClientDone(2, "client 2 sent nothing"), 9) == "client 2 failed: sent nothing"
+    assert (
+        describe_event(ClientDone(2, "client 2 sent nothing"), 9) == "client 2 failed: sent nothing"
+    )
 
 
-def test_own_models_are_told_where_they_were_tested():
+def test_local_accuracy_is_shown_where_clients_tested():
     tested = RoundDone(1, "train", 0.5, 2, (), 10, 10, 1.5, {4: 0.5, 7: 0.75})
-    assert sentence(tested, 10) == ("round 1/10: loss 0.5000, own models 62.5%, 2 clients, 1.5 s")
-    seen = Seen(10)
+    assert describe_event(tested, 10) == (
+        "round 1/10 · loss 0.5000 · local accuracy 62.5% · 2 clients · 1.5 s"
+    )
+    state = ProgressState(10)
     for event in (RoundStarted(1, "train", 2, 10), tested):
-        seen.note(event)
-    assert "own models 62.5%" in shown(seen)
-    seen.note(RoundDone(2, "search", None, 2, (), 10, 10, 1.5))
-    assert "own models" not in shown(seen)
+        state.update(event)
+    assert "local accuracy 62.5%" in shown(state)
+    state.update(RoundDone(2, "search", None, 2, (), 10, 10, 1.5))
+    assert "local accuracy" not in shown(state)
+
+
+@pytest.mark.parametrize(
+    ("widths", "text"),
+    [
+        ((1, 0.5, 0.25), "accuracy 60.0% at 1, 50.0% at 0.5, 45.0% at 0.25"),
+        ((1, 0.5, 0.25, 0.125, 0.0625), "accuracy 60.0% at 1 to 41.2% at 0.0625, mean 47.8% of"),
+    ],
+)
+def test_lines_about_accuracy_fit_eighty_columns(widths, text):
+    scores = tuple(SizeScore(w, 1, 1, 0.4 + 0.2 * w, None, 0.3, 50) for w in widths)
+    line = describe_event(Evaluated(100, scores, (), 0, 0, True, 0.1), 100)
+    assert text in line
+    assert len(line) <= 80
 
 
 def test_long_lines_are_not_broken():
     file = io.StringIO()
-    with Watch(Console(file=file, width=20), num_rounds=10) as watch:
-        watch(ClientDone(2, "a reason that is longer than twenty letters"))
+    with ProgressBar(Console(file=file, width=20), num_rounds=10) as progress:
+        progress(ClientDone(2, "a reason that is longer than twenty letters"))
     assert file.getvalue().count("\n") == 1
 
 
 def test_the_picture_has_round_phase_clients_loss_accuracy_failures_and_time():
     now = [0.0]
-    seen = Seen(10, clock=lambda: now[0])
+    state = ProgressState(10, clock=lambda: now[0])
     for event in ROUND:
-        seen.note(event)
+        state.update(event)
     now[0] = 7.0
     expected = ["round 1/10", "statistics", "1/1 clients", "loss 0.5000", "1 failed"]
     for words in [*expected, "1:03 left", "90.0% at 1, 80.0% at 0.5"]:
-        assert words in shown(seen)
+        assert words in shown(state)
 
 
 def test_time_left_counts_clients_and_only_this_sitting():
     now = [100.0]
-    seen = Seen(12, clock=lambda: now[0])
-    seen.note(RoundStarted(11, "train", 4, 12))  # resumed after ten rounds
-    assert seen.seconds_left is None
-    seen.note(ClientDone(0))
-    seen.note(ClientDone(1))
+    state = ProgressState(12, clock=lambda: now[0])
+    state.update(RoundStarted(11, "train", 4, 12))  # resumed after ten rounds
+    assert state.seconds_left is None
+    state.update(ClientDone(0))
+    state.update(ClientDone(1))
     now[0] = 110.0
-    assert seen.rounds == 10.5
-    assert seen.seconds_left == pytest.approx(30.0)
+    assert state.rounds_done == 10.5
+    assert state.seconds_left == pytest.approx(30.0)
 
 
 def test_two_clients_of_ten_that_are_half_done_are_one_of_ten():
     now = [0.0]
-    seen = Seen(4, clock=lambda: now[0])
-    seen.note(RoundStarted(2, "search", 10, 4))
+    state = ProgressState(4, clock=lambda: now[0])
+    state.update(RoundStarted(2, "search", 10, 4))
     for share in (0.2, 0.5):
-        seen.note(ClientProgress(6, share))
-        seen.note(ClientProgress(3, share))
+        state.update(ClientProgress(6, share))
+        state.update(ClientProgress(3, share))
     now[0] = 20.0
-    assert seen.rounds == pytest.approx(1.1)
-    assert seen.seconds_left == pytest.approx(20.0 / 0.1 * 2.9)
-    assert "search · 1.0/10 clients" in shown(seen)
-    seen.note(ClientDone(3))
-    assert seen.rounds == pytest.approx(1.15)
-    seen.note(ClientProgress(6, 0.1))  # its worker died
-    assert seen.rounds == pytest.approx(1.11)
-    seen.note(ClientDone(6, "out of memory"))
-    assert seen.rounds == pytest.approx(1.2)
-    assert "search · 2/10 clients" in shown(seen)
+    assert state.rounds_done == pytest.approx(1.1)
+    assert state.seconds_left == pytest.approx(20.0 / 0.1 * 2.9)
+    assert "search · 1.0/10 clients" in shown(state)
+    state.update(ClientDone(3))
+    assert state.rounds_done == pytest.approx(1.15)
+    state.update(ClientProgress(6, 0.1))  # its worker died
+    assert state.rounds_done == pytest.approx(1.11)
+    state.update(ClientDone(6, "out of memory"))
+    assert state.rounds_done == pytest.approx(1.2)
+    assert "search · 2/10 clients" in shown(state)
 
 
 def test_shares_of_a_round_do_not_count_in_the_next():
-    seen = Seen(4)
+    state = ProgressState(4)
     for event in (
         RoundStarted(1, "search", 2, 4),
         ClientProgress(0, 0.5),
         RoundStarted(2, "a", 2, 4),
     ):
-        seen.note(event)
-    assert seen.clients == 0
+        state.update(event)
+    assert state.clients_done == 0
 
 
 def test_plain_lines_tell_of_long_rounds_now_and_then():
     now, file = [0.0], io.StringIO()
-    with Watch(Console(file=file), num_rounds=100, clock=lambda: now[0]) as watch:
+    with ProgressBar(Console(file=file), num_rounds=100, clock=lambda: now[0]) as progress:
         now[0] = 100.0  # what came before the round does not count
-        watch(RoundStarted(31, "search", 4, 131))
+        progress(RoundStarted(31, "search", 4, 131))
         for second in range(1, 26):
             now[0] = 100.0 + second
-            watch(ClientProgress(4, second / 100))
-            watch(ClientProgress(3, min(second / 15, 1.0)))
-            watch(ClientProgress(9, 1.0))  # done, but its result has to wait
-        watch(RoundStarted(32, "search", 4, 131))
+            progress(ClientProgress(4, second / 100))
+            progress(ClientProgress(3, min(second / 15, 1.0)))
+            progress(ClientProgress(9, 1.0))  # done, but its result has to wait
+        progress(RoundStarted(32, "search", 4, 131))
         now[0] += 9.0
-        watch(ClientProgress(4, 0.5))
+        progress(ClientProgress(4, 0.5))
     assert file.getvalue().splitlines() == [
-        "round 31/131 (search): client 3 60%, client 4 10%",
-        "round 31/131 (search): client 4 20%",
+        "round 31/131 (search) · client 3 60%, client 4 10%",
+        "round 31/131 (search) · client 4 20%",
     ]
 
 
@@ -169,11 +188,11 @@ class Terminal(io.StringIO):
 def test_the_live_display_is_drawn_ten_times_a_second_at_most_and_prints_no_shares():
     now, file = [0.0], Terminal()
     console = Console(file=file, force_terminal=True, width=100)
-    with Watch(console, num_rounds=100, clock=lambda: now[0]) as watch:
-        watch(RoundStarted(31, "search", 10, 131))
+    with ProgressBar(console, num_rounds=100, clock=lambda: now[0]) as progress:
+        progress(RoundStarted(31, "search", 10, 131))
         for millisecond in range(1, 20_001):
             now[0] = millisecond / 1000
-            watch(ClientProgress(3, millisecond / 40_000))
+            progress(ClientProgress(3, millisecond / 40_000))
         pictures = file.getvalue().count("10 clients")
         assert "0.5/10 clients" in file.getvalue()
     assert 100 <= pictures <= 201

@@ -7,15 +7,15 @@ from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.report.records import (
     LocalTest,
     Milestone,
-    bytes_sent,
-    bytes_to_reach,
-    in_last_phase,
-    last_local,
-    local_tests,
-    milestones,
-    traffic,
+    count_bytes_to_reach,
+    filter_last_phase,
+    read_last_local_tests,
+    read_local_tests,
+    read_milestones,
+    read_traffic,
 )
-from fedquilt.runs.records import final_scores
+from fedquilt.runs.directory import RunDirectory
+from fedquilt.runs.records import read_final_scores
 
 SCORE = SizeScore(1.0, 100, 1000, 0.9, None, 0.3, 50)
 
@@ -27,26 +27,20 @@ def test_final_scores_are_those_of_the_last_round(tmp_path):
         {"round": 2, "scores": [asdict(SCORE)], "is_final": True},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    assert final_scores(tmp_path, 2) == (SCORE,)
-    assert final_scores(tmp_path, 3) == ()  # a model of another round than was scored
+    assert read_final_scores(RunDirectory(tmp_path), 2) == (SCORE,)
+    assert (
+        read_final_scores(RunDirectory(tmp_path), 3) == ()
+    )  # a model of another round than was scored
 
 
 def test_without_records_there_are_no_scores(tmp_path):
-    assert final_scores(tmp_path, 2) == ()
-    assert list(milestones(tmp_path)) == []
-    assert (local_tests(tmp_path), last_local(tmp_path), traffic(tmp_path)) == ([], {}, {})
-    assert bytes_sent(tmp_path) == {}
-
-
-def test_what_a_client_sent_is_the_mean_over_the_rounds_in_which_it_did(tmp_path):
-    recorded(
-        tmp_path,
-        {**done(1, "warm-up", 0, 30), "sent": {"2": 10, "0": 20}},
-        evaluated(1, SCORE),
-        {**done(2, "train", 0, 5), "sent": {"2": 5}},
-        done(3, "train", 0, 7),  # by a version that wrote down only the sum
-    )
-    assert bytes_sent(tmp_path) == {0: 20, 2: 7.5}
+    assert read_final_scores(RunDirectory(tmp_path), 2) == ()
+    assert list(read_milestones(RunDirectory(tmp_path))) == []
+    assert (
+        read_local_tests(RunDirectory(tmp_path)),
+        read_last_local_tests(RunDirectory(tmp_path)),
+        read_traffic(RunDirectory(tmp_path)),
+    ) == ([], {}, {})
 
 
 def recorded(folder, *records, timing=()):
@@ -77,7 +71,7 @@ def test_milestones_count_all_rounds_and_no_closing_phases(tmp_path):
         evaluated(3, small, closing=5000),
         timing=timing,
     )
-    assert list(milestones(tmp_path)) == [
+    assert list(read_milestones(RunDirectory(tmp_path))) == [
         Milestone(1, "warm-up", 2.0, 11, SCORE),  # of the largest net
         Milestone(3, "train", 9.0, 3213, small),
     ]
@@ -90,9 +84,9 @@ def reached(sent, user, own=None):
 
 def test_the_bytes_to_reach_an_accuracy_are_those_of_the_first_evaluation_with_it():
     progress = [reached(1, 0.2), reached(2, 0.5, 0.1), reached(3, 0.4, 0.3), reached(4, 0.6, 0.2)]
-    assert [bytes_to_reach(progress, a) for a in (0.1, 0.5, 0.55, 0.7)] == [1, 2, 4, None]
-    assert bytes_to_reach(progress, 0.2, lambda score: score.personal_accuracy) == 3
-    assert bytes_to_reach([], 0.0) is None
+    assert [count_bytes_to_reach(progress, a) for a in (0.1, 0.5, 0.55, 0.7)] == [1, 2, 4, None]
+    assert count_bytes_to_reach(progress, 0.2, lambda score: score.personal_accuracy) == 3
+    assert count_bytes_to_reach([], 0.0) is None
 
 
 def test_own_models_have_a_mean_for_every_round_and_a_last_time_for_every_client(tmp_path):
@@ -104,12 +98,12 @@ def test_own_models_have_a_mean_for_every_round_and_a_last_time_for_every_client
         {**done(3, "train", 10, 1), "local": {}},
         {**done(4, "train", 10, 1), "local": {"10": 0.5, "3": 1.0, "4": 0.0}},
     )
-    tests = local_tests(tmp_path)
+    tests = read_local_tests(RunDirectory(tmp_path))
     assert tests == [LocalTest(1, "warm-up", 0.5, 2), LocalTest(4, "train", 0.5, 3)]
-    assert last_local(tmp_path) == {2: 0.25, 3: 1.0, 4: 0.0, 10: 0.5}
-    assert list(last_local(tmp_path)) == [2, 3, 4, 10]
-    assert in_last_phase(tests) == tests[1:]
-    assert in_last_phase([]) == []
+    assert read_last_local_tests(RunDirectory(tmp_path)) == {2: 0.25, 3: 1.0, 4: 0.0, 10: 0.5}
+    assert list(read_last_local_tests(RunDirectory(tmp_path))) == [2, 3, 4, 10]
+    assert filter_last_phase(tests) == tests[1:]
+    assert filter_last_phase([]) == []
 
 
 def test_traffic_is_the_mean_over_those_who_were_asked_and_who_answered(tmp_path):
@@ -120,4 +114,4 @@ def test_traffic_is_the_mean_over_those_who_were_asked_and_who_answered(tmp_path
         {**done(3, "train", 80, 10), "num_clients": 2, "failures": []},
         evaluated(3, SCORE, closing=5000),
     )
-    assert traffic(tmp_path) == {"up": 40 / 4, "down": 200 / 5}
+    assert read_traffic(RunDirectory(tmp_path)) == {"up": 40 / 4, "down": 200 / 5}

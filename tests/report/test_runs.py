@@ -11,7 +11,7 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.errors import ConfigError
 
-STEPS = fq.Optimiser(lr=0.05, epochs=1, batch_size=8)
+STEPS = fq.LocalTraining(lr=0.05, epochs=1, batch_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def world(tmp_path_factory):
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     x = torch.randn(40, 4)
     pair = x, (x.sum(1) > 0).long()
-    people = fq.clients(pair, test=pair, count=4, budgets=[1, 0.5])
+    people = fq.make_clients(pair, test=pair, count=4, budgets=[1, 0.5])
     folder, method = tmp_path_factory.mktemp("runs") / "kept", fq.HeteroFL(STEPS, fraction=1.0)
     kept, alone = (
         fq.train(net, torch.zeros(1, 4), method, people, 2, workers=0, out=out)
@@ -42,7 +42,7 @@ def data_of(page):
 
 
 def test_a_run_reports_itself_with_its_clients(world, tmp_path):
-    page = world["kept"].report(tmp_path / "one", workers=0)
+    page = fq.write_report([world["kept"]], tmp_path / "one", workers=0)
     (name, told), *others = data_of(page).items()
     assert (name, others) == ("kept", [])
     assert [row["accuracy"] for row in told["scores"]] == [
@@ -54,28 +54,32 @@ def test_a_run_reports_itself_with_its_clients(world, tmp_path):
 
 
 def test_an_opened_run_reports_the_same(world, tmp_path):
-    one = world["kept"].report(str(tmp_path / "one"), workers=0)
-    other = world["opened"].report(str(tmp_path / "other"), workers=0)
+    one = fq.write_report([world["kept"]], str(tmp_path / "one"), workers=0)
+    other = fq.write_report([world["opened"]], str(tmp_path / "other"), workers=0)
     assert one.read_bytes() == other.read_bytes()
 
 
 def test_runs_are_reported_together_whatever_is_known_of_them(world, tmp_path):
     runs = [world["kept"], world["bare"], world["alone"]]
-    told = data_of(fq.report(runs, tmp_path / "all", targets=[0.5], workers=0))
+    told = data_of(fq.write_report(runs, tmp_path / "all", targets=[0.5], workers=0))
     assert list(told) == ["kept (1)", "kept (2)", "HeteroFL"]
     first, bare, alone = told.values()
     assert first["scores"] == bare["scores"] == alone["scores"]
     assert (len(first["clients"]), len(bare["clients"]), len(alone["clients"])) == (4, 0, 4)
     assert first["progress"] == bare["progress"] != alone["progress"] == []
-    assert data_of(fq.report(runs, tmp_path / "few", clients=False))["HeteroFL"]["clients"] == []
+    assert (
+        data_of(fq.write_report(runs, tmp_path / "few", clients=False))["HeteroFL"]["clients"] == []
+    )
 
 
 @pytest.mark.parametrize("runs", [[], None])
 def test_there_must_be_runs(world, runs):
     with pytest.raises(ConfigError, match="list of one or more runs"):
-        fq.report(world["kept"] if runs is None else runs)
+        fq.write_report(world["kept"] if runs is None else runs)
+    with pytest.raises(ConfigError, match="about runs, got 'runs/a'; open it"):
+        fq.write_report(["runs/a"])
 
 
 def test_the_function_hides_no_module():
-    assert not isinstance(fq.report, ModuleType)
-    assert importlib.import_module("fedquilt.report.page").write
+    assert not isinstance(fq.write_report, ModuleType)
+    assert importlib.import_module("fedquilt.report.page").write_page

@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from fedquilt.report import tables
@@ -11,7 +12,7 @@ ROW = {"width": 0.5, "params": 391370, "macs": 10_107_904, "accuracy": 0.5, "num
 
 def shown(rows):
     console = Console(file=io.StringIO(), width=100)
-    console.print(tables.sizes(rows))
+    console.print(tables.make_size_table(rows))
     return console.file.getvalue()
 
 
@@ -19,7 +20,41 @@ def test_a_table_has_the_columns_that_rows_have():
     text = shown([ROW])
     assert "391,370" in text
     assert "10.11 M" in text
-    assert "training memory" not in text
+    assert "memory" not in text
+
+
+LARGE = {
+    "width": 0.0625,
+    "robustness": 0.25,
+    "share": 0.0039,
+    "params": 123_456_789,
+    "macs": 39_974_912_000,
+    "bytes": 493_827_156,
+    "memory": 12_345_678_901,
+    "perplexity": 12_345.6,
+    "accuracy": 1.0,
+    "local_accuracy": 0.9838,
+    "user_accuracy": 0.9739,
+    "personal_accuracy": 0.91,
+    "robust_accuracy": 0.5,
+}
+
+
+@pytest.mark.parametrize("left_out", [(), ("robustness", "robust_accuracy"), ("memory", "share")])
+def test_a_wide_table_is_two_that_fit_eighty_columns(left_out):
+    row = {name: value for name, value in LARGE.items() if name not in left_out}
+    text = shown([row, row])
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("0.0625") == 4
+    for name in tables.select_columns([row]):
+        assert tables.COLUMNS[name][1](row[name]) in text
+
+
+def test_a_narrow_table_stays_one():
+    names = ("width", "params", "macs", "bytes", "accuracy", "local_accuracy", "user_accuracy")
+    text = shown([{name: LARGE[name] for name in names}])
+    assert text.count("0.0625") == 1
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_local_accuracy_is_shown_only_where_it_says_something_else():
@@ -56,10 +91,10 @@ def test_domains_have_a_line_each_and_sizes_a_column():
         for r in (0.0, 1.0)
         for w in (1.0, 0.25)
     ]
-    head, lines = tables.by_domain(rows)
+    head, lines = tables.make_domain_rows(rows)
     assert head == ["width", "1", "0.25"]
     assert lines == [["sea", "100.0%", "25.0%"], ["land", "90.0%", "90.0%"]]
-    assert tables.by_domain([{**ROW, "group_accuracy": None}, ROW])[1] == []
+    assert tables.make_domain_rows([{**ROW, "group_accuracy": None}, ROW])[1] == []
 
 
 def test_perplexity_is_shown_where_there_is_one():

@@ -24,16 +24,16 @@ import os, resource, signal, sys, traceback
 import torch
 from torch import nn
 import fedquilt as fq
-from fedquilt.runs.loop import RoundDone
+from fedquilt.runs.events import RoundDone
 
 torch.manual_seed(1)
 net = nn.Sequential(nn.Conv2d(1, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Flatten(),
                     nn.Linear(216, 4))
-structure = fq.Structure.trace(net, torch.zeros(2, 1, 5, 5))
+structure = fq.trace_structure(net, torch.zeros(2, 1, 5, 5))
 y = torch.arange(60) % 4
-people = fq.clients((torch.randn(60, 1, 5, 5) + y.view(-1, 1, 1, 1), y), count=6,
+people = fq.make_clients((torch.randn(60, 1, 5, 5) + y.view(-1, 1, 1, 1), y), count=6,
                     budgets=[1, 0.5], test=(torch.randn(12, 1, 5, 5), torch.arange(12) % 4))
-steps = fq.Optimiser(lr=0.05, epochs=1, batch_size=5)
+steps = fq.LocalTraining(lr=0.05, epochs=1, batch_size=5)
 METHODS = {
     "heterofl": fq.HeteroFL(steps, fraction=0.5),
     "standalone": fq.standalone(steps, fraction=0.5),
@@ -48,7 +48,7 @@ def train(name, out, resume, rounds, limit):
             resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     fq.train(net, torch.zeros(2, 1, 5, 5), METHODS[name], people, int(rounds), structure=structure,
              workers=0 if int(limit) else 2, out=out, resume=resume == "resume", seed=5,
-             pace=fq.Pace(evaluate_every=3, checkpoint_every=2), watch=watch)
+             cadence=fq.Cadence(evaluate_every=3, checkpoint_every=2), callbacks=[watch])
 
 print("ready", flush=True)
 for line in sys.stdin:
@@ -158,7 +158,7 @@ def one_thread() -> Iterator[None]:
 def traced() -> tuple[nn.Module, fq.Structure]:
     torch.manual_seed(0)
     net = Net()
-    return net, fq.Structure.trace(net, torch.zeros(2, 5))
+    return net, fq.trace_structure(net, torch.zeros(2, 5))
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def people() -> fq.Population:
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(32) % 3
     x = torch.randn(32, 5, generator=generator) + y.view(-1, 1)
-    return fq.clients((x, y), test=(x[:10], y[:10]), count=4, budgets=[1, 0.5])
+    return fq.make_clients((x, y), test=(x[:10], y[:10]), count=4, budgets=[1, 0.5])
 
 
 @pytest.fixture
@@ -176,13 +176,13 @@ def train(traced: Any, people: fq.Population) -> Callable[..., fq.Run]:
 
     def run(out: Path | None = None, **changes: Any) -> fq.Run:
         settings: dict[str, Any] = {
-            "method": fq.HeteroFL(fq.Optimiser(lr=0.05, epochs=1, batch_size=4), fraction=0.5),
+            "method": fq.HeteroFL(fq.LocalTraining(lr=0.05, epochs=1, batch_size=4), fraction=0.5),
             "clients": people,
             "rounds": 5,
             "seed": 2,
             "workers": 0,
             "structure": structure,
-            "pace": fq.Pace(evaluate_every=2, checkpoint_every=2),
+            "cadence": fq.Cadence(evaluate_every=2, checkpoint_every=2),
         }
         model = changes.pop("model", net)
         return fq.train(model, torch.zeros(2, 5), out=out, **{**settings, **changes})

@@ -14,16 +14,23 @@ import torch
 
 import fedquilt as fq
 from fedquilt import files
-from fedquilt.errors import CheckpointError, DamageError
+from fedquilt.errors import CheckpointError, CorruptFileError
 from fedquilt.federation.state import State
-from fedquilt.report.progress import sentence
-from fedquilt.report.records import last_local, local_tests, milestones, traffic
-from fedquilt.report.stories import _evaluated
-from fedquilt.runs.checkpoint import Checkpoint, load, save
-from fedquilt.runs.loop import CheckpointDamaged, RoundDone
-from fedquilt.runs.records import Records, final_scores
+from fedquilt.files import MAX_WAIT
+from fedquilt.report.records import (
+    read_last_local_tests,
+    read_local_tests,
+    read_milestones,
+    read_traffic,
+)
+from fedquilt.report.run_report import _read_evaluated
+from fedquilt.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from fedquilt.runs.directory import RunDirectory
+from fedquilt.runs.event_lines import describe_event
+from fedquilt.runs.events import CheckpointDamaged, RoundDone, WaitingForLock
+from fedquilt.runs.records import Records, read_final_scores
 
-STEPS = fq.Optimiser(lr=0.05, epochs=1, batch_size=4)
+STEPS = fq.LocalTraining(lr=0.05, epochs=1, batch_size=4)
 METHOD = fq.lg_fedavg(STEPS, fraction=1.0)  # clients keep something
 
 
@@ -51,7 +58,9 @@ def run(train, interrupting, half_done, tmp_path) -> Path:
     if not (half_done / "run").exists():
         train(half_done / "whole", rounds=7, method=METHOD)
         with pytest.raises(KeyboardInterrupt):
-            train(half_done / "run", rounds=7, method=METHOD, watch=interrupting(RoundDone, 6))
+            train(
+                half_done / "run", rounds=7, method=METHOD, callbacks=[interrupting(RoundDone, 6)]
+            )
     return shutil.copytree(half_done / "run", tmp_path / "run")
 
 
@@ -60,7 +69,7 @@ def newest(run: Path) -> Path:
 
 
 def newest_kept(run: Path) -> Path:
-    kept = json.loads((newest(run) / "state.json").read_text())["kept"]
+    kept = json.loads((newest(run) / "state.json").read_text())["client_versions"]
     return run / "clients" / f"client-2.{kept['2']}.safetensors"
 
 
@@ -71,7 +80,7 @@ def last_record(run: Path) -> None:
 
 def flip_digit_in_line(path: Path, number: int) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
-    digit = re.search(rb'"loss": \d\.\d(\d)', lines[number]).start(1)
+    digit = re.search(rb'"loss":\d\.\d(\d)', lines[number]).start(1)
     line = bytearray(lines[number])
     line[digit] ^= 1
     lines[number] = bytes(line)
@@ -102,19 +111,19 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
 ):
     DAMAGES[how](run)
     events = []
-    train(run, rounds=7, method=METHOD, resume=True, watch=events.append)
+    train(run, rounds=7, method=METHOD, resume=True, callbacks=[events.append])
     damaged = [event for event in events if isinstance(event, CheckpointDamaged)]
     assert [event.round for event in damaged] == [4]
-    said = sentence(damaged[0], 7)
+    said = describe_event(damaged[0], 7)
     assert "\n" not in said
-    assert said.endswith("the run goes on from its checkpoint of round 4")
+    assert said.endswith("; resuming from the checkpoint of round 4")
     assert [e.round for e in events if isinstance(e, RoundDone)] == [5, 6, 7]
     assert tree(run) == tree(half_done / "whole")
 
 
 def test_a_run_that_is_whole_says_nothing_of_damage(train, tree, half_done, run):
     events = []
-    train(run, rounds=7, method=METHOD, resume=True, watch=events.append)
+    train(run, rounds=7, method=METHOD, resume=True, callbacks=[events.append])
     assert not [event for event in events if isinstance(event, CheckpointDamaged)]
     assert tree(run) == tree(half_done / "whole")
 
@@ -146,14 +155,17 @@ def test_records_that_were_removed_are_not_missed(train, half_done, run):
 
 def test_no_bit_of_a_checkpoints_description_is_believed_when_it_is_another(tmp_path):
     state = State(3, "train", {"a": torch.arange(3.0)}, {"note": [1, 2]})
-    path = save(tmp_path, Checkpoint(state, {4: 2}), "f")
+    path = save_checkpoint(tmp_path, Checkpoint(state, {4: 2}), "f")
     place = path / "state.json"
-    whole, expected = place.read_bytes(), load(path, "f")
+    whole, expected = place.read_bytes(), load_checkpoint(path, "f")
     for position in range(len(whole)):
         flip(place, position, bit=position % 7)
         with contextlib.suppress(CheckpointError):
-            found = load(path, "f")
-            assert (found.state.round, found.kept) == (expected.state.round, expected.kept)
+            found = load_checkpoint(path, "f")
+            assert (found.state.round, found.client_versions) == (
+                expected.state.round,
+                expected.client_versions,
+            )
         place.write_bytes(whole)
 
 
@@ -167,7 +179,7 @@ def test_no_bit_of_what_clients_keep_is_believed_when_it_is_another(tmp_path):
     for position in range(len(whole)):
         if whole[position : position + 1] != b" ":  # in which the header is wrapped
             flip(path, position, bit=position % 7)
-            with pytest.raises(DamageError):
+            with pytest.raises(CorruptFileError):
                 files.read_sealed(path)
             path.write_bytes(whole)
 
@@ -175,16 +187,18 @@ def test_no_bit_of_what_clients_keep_is_believed_when_it_is_another(tmp_path):
 # what a report reads
 
 
-def finals(folder, round=1):
-    return final_scores(folder, round)
+def finals(directory, round=1):
+    return read_final_scores(directory, round)
 
 
-@pytest.mark.parametrize("read", [finals, local_tests, last_local, milestones, traffic])
+@pytest.mark.parametrize(
+    "read", [finals, read_local_tests, read_last_local_tests, read_milestones, read_traffic]
+)
 @pytest.mark.parametrize("line", ["[1, 2]", "7", '{"round": 1', '{"round": "x"}', "[" * 100_000])
 def test_records_of_another_kind_are_refused_in_a_sentence(tmp_path, read, line):
     (tmp_path / "metrics.jsonl").write_text('{"round": 1, "scores": []}\n' + line + "\n")
-    with pytest.raises(DamageError, match="line 2 is not what was written"):
-        read(tmp_path)
+    with pytest.raises(CorruptFileError, match="line 2 is not what was written"):
+        read(RunDirectory(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -192,25 +206,25 @@ def test_records_of_another_kind_are_refused_in_a_sentence(tmp_path, read, line)
     [
         (finals, {"round": 1, "scores": [{"size": 3}], "is_final": True}),
         (finals, {"round": 1, "scores": 3, "is_final": True}),
-        (milestones, {"round": 1}),
-        (local_tests, {"round": 1, "local": [3]}),
-        (traffic, {"round": 1, "phase": "x"}),
+        (read_milestones, {"round": 1}),
+        (read_local_tests, {"round": 1, "local": [3]}),
+        (read_traffic, {"round": 1, "phase": "x"}),
     ],
 )
 def test_records_of_another_shape_are_refused_in_a_sentence(tmp_path, read, record):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    with pytest.raises(DamageError, match="not of the shape"):
-        read(tmp_path)
+    with pytest.raises(CorruptFileError, match="not of the shape"):
+        read(RunDirectory(tmp_path))
 
 
 def test_a_number_that_was_changed_in_a_finished_runs_records_is_noticed(half_done, run):
     folder = run.with_name("finished")
     shutil.copytree(half_done / "whole", folder)
-    assert finals(folder, 7)
+    assert finals(RunDirectory(folder), 7)
     flip_digit_in_line(folder / "metrics.jsonl", 3)
-    for read in (finals, local_tests, milestones):
-        with pytest.raises(DamageError, match="line 4 is not what was written"):
-            read(folder)
+    for read in (finals, read_local_tests, read_milestones):
+        with pytest.raises(CorruptFileError, match="line 4 is not what was written"):
+            read(RunDirectory(folder))
 
 
 @pytest.mark.parametrize(
@@ -218,8 +232,8 @@ def test_a_number_that_was_changed_in_a_finished_runs_records_is_noticed(half_do
 )
 def test_an_evaluation_of_another_shape_is_refused_in_a_sentence(tmp_path, text):
     (tmp_path / "evaluation.json").write_text(text)
-    with pytest.raises(DamageError, match=r"evaluation\.json is damaged"):
-        _evaluated(tmp_path)
+    with pytest.raises(CorruptFileError, match=r"evaluation\.json is damaged"):
+        _read_evaluated(RunDirectory(tmp_path))
 
 
 # records of a run that was stopped
@@ -250,25 +264,32 @@ def test_a_run_stopped_right_behind_a_record_ends_with_the_same_files(
 
 
 def test_a_run_that_somebody_is_at_work_on_is_refused(train, tree, run, monkeypatch):
-    monkeypatch.setattr(files, "LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(files, "MAX_WAIT", 0.0)
     before = tree(run)
-    with files.locked(run), pytest.raises(CheckpointError, match="another run is at work in"):
-        train(run, rounds=7, method=METHOD, resume=True)
+    events = []
+    with (
+        RunDirectory(run).hold(resume=True, on_wait=pytest.fail),
+        pytest.raises(CheckpointError, match="another process is training in"),
+    ):
+        train(run, rounds=7, method=METHOD, resume=True, callbacks=[events.append])
+    assert events == [WaitingForLock(run, MAX_WAIT)]  # it does not wait in silence
     assert tree(run) == before
     train(run, rounds=7, method=METHOD, resume=True)
 
 
 def test_of_two_runs_that_start_in_one_folder_one_is_refused(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(files, "MAX_WAIT", 0.0)
     refused = []
 
     def watch(event):
         if isinstance(event, RoundDone) and not refused:
-            with pytest.raises(CheckpointError, match=r"another run is at work|already holds"):
+            with pytest.raises(
+                CheckpointError, match=r"another process is training in|already holds"
+            ):
                 train(tmp_path / "run")
             refused.append(event)
 
-    train(tmp_path / "run", watch=watch)
+    train(tmp_path / "run", callbacks=[watch])
     assert refused
 
 
@@ -286,20 +307,20 @@ def test_kept_files_and_records_are_on_the_disk_before_the_checkpoint_that_names
     train, tmp_path, monkeypatch
 ):
     synced, saved = [], []
-    real_sync, real_save = files.sync, save
+    real_sync, real_save = files.fsync, save_checkpoint
 
     def sync(path):
         synced.append(path)
         real_sync(path)
 
     def note(folder, done, fingerprint):
-        named = [f"client-{c}.{v}.safetensors" for c, v in done.kept.items()]
+        named = [f"client-{c}.{v}.safetensors" for c, v in done.client_versions.items()]
         assert {*named, "metrics.jsonl", "timing.jsonl"} <= {path.name for path in synced}
         saved.append(done)
         return real_save(folder, done, fingerprint)
 
-    for module in ("fedquilt.files", "fedquilt.engines.kept", "fedquilt.runs.records"):
-        monkeypatch.setattr(f"{module}.sync", sync)
-    monkeypatch.setattr("fedquilt.runs.checkpoint.save", note)
+    for module in ("fedquilt.files", "fedquilt.engines.client_state", "fedquilt.runs.records"):
+        monkeypatch.setattr(f"{module}.fsync", sync)
+    monkeypatch.setattr("fedquilt.runs.checkpoint.save_checkpoint", note)
     train(tmp_path / "run", method=METHOD)
     assert len(saved) == 3

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.federation.client import NOT_WAITED_FOR
-from fedquilt.report.progress import Lines
-from fedquilt.runs.health import FEWEST_ROUNDS, findings
-from fedquilt.runs.loop import Evaluated, Noticed
+from fedquilt.federation.client import NOT_NEEDED
+from fedquilt.runs.event_lines import EventLines
+from fedquilt.runs.events import Evaluated, ProblemFound, RoundDone
+from fedquilt.runs.health import FEWEST_ROUNDS, find_problems
 
 CLASSES, CLIENTS = 10, 6
 GUESS = math.log(CLASSES)
@@ -51,7 +51,7 @@ FALLING = [2.3 * 0.8**i for i in range(9)]
 
 
 def kinds(records, num_classes=CLASSES):
-    return [(finding.kind, finding.is_severe) for finding in findings(records, num_classes)]
+    return [(finding.kind, finding.is_severe) for finding in find_problems(records, num_classes)]
 
 
 def test_nothing_is_found_where_nothing_is_wrong():
@@ -91,7 +91,7 @@ def test_answers_at_chance_are_found(test, found):
 def test_small_nets_at_chance_are_named():
     small = scored(accuracy=0.1, width=0.0625)["scores"]
     test = {**scored(), "scores": scored()["scores"] + small}
-    (finding,) = findings([*rounds(FALLING), test], CLASSES)
+    (finding,) = find_problems([*rounds(FALLING), test], CLASSES)
     assert not finding.is_severe
     assert "nets of width 0.0625 answer no better than by guessing" in finding.sentence
 
@@ -107,7 +107,7 @@ def test_a_test_worse_than_guessing_of_a_net_that_has_learned_is_found():
 def test_a_client_that_is_far_from_all_others_is_named(name, factor, is_odd):
     own = {str(c): (factor if c == 3 else 1.0) * (1 + c / 10) for c in range(CLIENTS)}
     records = rounds(FALLING, **{name: own})
-    found = findings(records, CLASSES)
+    found = find_problems(records, CLASSES)
     assert [finding.clients for finding in found] == ([(3,)] if is_odd else [])
     assert all("client 3" in finding.sentence and finding.is_severe for finding in found)
 
@@ -119,7 +119,7 @@ def test_among_few_clients_nobody_is_odd():
 
 def test_a_client_whose_loss_is_no_number_is_named():
     records = rounds(FALLING, losses={str(c): None if c == 2 else 1.0 for c in range(CLIENTS)})
-    (finding,) = findings(records, CLASSES)
+    (finding,) = find_problems(records, CLASSES)
     assert (finding.kind, finding.clients) == ("diverged", (2,))
 
 
@@ -131,18 +131,18 @@ def failed(clients, reason="out of memory"):
 
 
 def test_clients_that_keep_failing_are_named():
-    (finding,) = findings(rounds(FALLING, **failed([4])), CLASSES)
+    (finding,) = find_problems(rounds(FALLING, **failed([4])), CLASSES)
     assert (finding.kind, finding.is_severe, finding.clients) == ("failing", False, (4,))
     assert "client 4: out of memory" in finding.sentence
     assert kinds(rounds(FALLING, **failed([1, 4]))) == [("failing", True)]
     assert kinds(rounds(FALLING[:2], **failed([4]))) == []  # not often yet
     assert kinds([*rounds(FALLING), *rounds(FALLING[:3], **failed([4]))]) == []
-    assert kinds(rounds(FALLING, **failed([4], NOT_WAITED_FOR))) == []
+    assert kinds(rounds(FALLING, **failed([4], NOT_NEEDED))) == []
 
 
 def test_clients_without_a_test_are_named():
     test = {**scored(), "failures": [{"client": 2, "reason": "asleep"}]}
-    (finding,) = findings([*rounds(FALLING), test], CLASSES)
+    (finding,) = find_problems([*rounds(FALLING), test], CLASSES)
     assert (finding.kind, finding.clients) == ("untested", (2,))
 
 
@@ -153,28 +153,30 @@ def odd_people(people):
     y = torch.arange(20) % 3
     sets = [(torch.randn(20, 5, generator=generator) + y.view(-1, 1), y) for _ in range(6)]
     sets[3] = (sets[3][0] * 1000, y)
-    return fq.clients(sets, test=(torch.cat([x for x, _ in sets[:3]]), y.repeat(3)))
+    return fq.make_clients(sets, test=(torch.cat([x for x, _ in sets[:3]]), y.repeat(3)))
 
 
-FEDAVG = fq.FedAvg(fq.Optimiser(lr=0.05, epochs=1, batch_size=5), fraction=1.0)
+FEDAVG = fq.FedAvg(fq.LocalTraining(lr=0.05, epochs=1, batch_size=5), fraction=1.0)
 
 
 def test_a_client_whose_inputs_are_a_thousand_times_too_large_is_named(
     train, odd_people, traced, tmp_path
 ):
     seen, lines = [], []
-    write = Lines(lines.append, 6)
+    write = EventLines(lines.append, 6)
 
     def watch(event):
         seen.append(event)
         write(event)
 
     settings = {"method": FEDAVG, "clients": odd_people, "rounds": 6}
-    run = train(tmp_path / "run", watch=watch, **settings)
+    run = train(tmp_path / "run", callbacks=[watch], **settings)
     (odd,) = (finding for finding in run.findings if finding.kind == "odd data")
     assert odd.clients == (3,)
     assert odd.is_severe
-    said = [event for event in seen if isinstance(event, Noticed) and event.finding.clients == (3,)]
+    said = [
+        event for event in seen if isinstance(event, ProblemFound) and event.finding.clients == (3,)
+    ]
     assert len(said) == 1  # once, and in the middle of the run
     assert said[0].round < 6
     assert any("warning: the statistics of client 3 reach" in line for line in lines)
@@ -190,7 +192,7 @@ def test_a_resumed_run_finds_the_same(train, odd_people, interrupting, tmp_path)
     settings = {"method": FEDAVG, "clients": odd_people, "rounds": 6}
     whole = train(tmp_path / "whole", **settings)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "run", watch=interrupting(fq.runs.loop.RoundDone, 3), **settings)
+        train(tmp_path / "run", callbacks=[interrupting(RoundDone, 3)], **settings)
     again = train(tmp_path / "run", resume=True, **settings)
     assert again.findings == whole.findings
     assert again.findings

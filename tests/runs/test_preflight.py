@@ -9,14 +9,15 @@ import fedquilt as fq
 from fedquilt.errors import BudgetError, CheckpointError, ConfigError, DataError
 from fedquilt.models import MODELS
 from fedquilt.runs.preflight import find_method
-from fedquilt.training.initial import find_given_value
+from fedquilt.settings.load import load_config
+from fedquilt.training.initialization import find_given_value
 
-STEPS = fq.Optimiser(lr=0.05, epochs=1, batch_size=8)
+STEPS = fq.LocalTraining(lr=0.05, epochs=1, batch_size=8)
 
 
 def clients(x=None, y=None, test=None):
     x = torch.randn(24, 5) if x is None else x
-    return fq.clients((x, torch.arange(24) % 3 if y is None else y), test=test, count=2)
+    return fq.make_clients((x, torch.arange(24) % 3 if y is None else y), test=test, count=2)
 
 
 def net(outputs=3):
@@ -108,8 +109,8 @@ def test_one_hot_items_of_a_dataset_are_told_what_to_become():
             return torch.zeros(5), torch.eye(3)[row % 3]
 
     with pytest.raises(DataError, match=r"one class number, .*target_transform.*argmax"):
-        fq.clients(Pairs(), count=2)
-    assert len(fq.clients(TensorDataset(torch.zeros(24, 5), LABELS), count=2).clients) == 2
+        fq.make_clients(Pairs(), count=2)
+    assert len(fq.make_clients(TensorDataset(torch.zeros(24, 5), LABELS), count=2).clients) == 2
 
 
 @pytest.mark.parametrize("rounds", [0, -1, 1.5, "3", True, None])
@@ -135,14 +136,14 @@ def test_an_evaluation_is_asked_for_in_numbers_and_clients(start):
     for widths in ("0.5", (2,), (None,)):
         with pytest.raises(BudgetError, match=r"fractions in \(0, 1\], got "):
             run.evaluate(widths=widths)
-    with pytest.raises(ConfigError, match=r"made with fq\.clients.*, got tuple"):
+    with pytest.raises(ConfigError, match=r"made with fq\.make_clients.*, got tuple"):
         run.evaluate((torch.randn(4, 5), LABELS[:4]))
     with pytest.raises(BudgetError, match=r"fractions in \(0, 1\], got '0.5'"):
         run.customize(width="0.5")
 
 
 def test_clients_are_made_with_clients(start):
-    with pytest.raises(ConfigError, match=r"fq\.clients\(data, \.\.\.\), got list"):
+    with pytest.raises(ConfigError, match=r"fq\.make_clients\(data, \.\.\.\), got list"):
         start(people=[TensorDataset(torch.zeros(24, 5), LABELS)])
 
 
@@ -219,7 +220,7 @@ def test_a_run_is_resumed_from_a_directory_and_kept_in_one(tmp_path):
         fq.train(net(), torch.zeros(1, 5), "fedavg", clients(), 1, resume=True)
     file = tmp_path / "notes.txt"
     file.write_text("mine")
-    with pytest.raises(CheckpointError, match="is a file, and cannot hold a run"):
+    with pytest.raises(CheckpointError, match="is a file, and a run needs a directory"):
         fq.train(net(), torch.zeros(1, 5), "fedavg", clients(), 1, out=file)
     assert file.read_text() == "mine"
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -232,3 +233,26 @@ def test_one_width_is_as_good_as_several_and_one_that_nobody_trained_is_said(sta
     assert score.width == 1
     with pytest.warns(UserWarning, match=r"no client trained a model of size 0\.5.* trained is 1"):
         run.customize(width=0.5)
+
+
+ARGUMENTS_REFUSED = {
+    "callbacks": (print, r"callbacks is a list of callables, such as \[print\]"),
+    "engine": ("flower", "engine is a function that makes an engine, got 'flower'"),
+    "exclude": ("2", r"exclude is a tuple of names, got '2'; write \('2',\)"),
+    "clients": ([], r"fq\.make_clients\(data, \.\.\.\), got list"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_REFUSED)
+def test_an_argument_of_another_kind_is_refused_by_name(name):
+    value, said = ARGUMENTS_REFUSED[name]
+    arguments = {"clients": clients(), "workers": 0, name: value}
+    with pytest.raises(fq.FedquiltError, match=said):
+        fq.train(net(), torch.zeros(1, 5), "fedavg", rounds=1, **arguments)
+
+
+def test_names_of_methods_may_be_written_in_any_case():
+    assert find_method("HeteroFL") == find_method("heterofl")
+    assert load_config({"method": {"name": "SplitMix"}}) == load_config(
+        {"method": {"name": "splitmix"}}
+    )

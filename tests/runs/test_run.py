@@ -10,23 +10,19 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.engines import worker
+from fedquilt.engines import client_work
 from fedquilt.engines.local import LocalEngine
 from fedquilt.errors import BudgetError, CheckpointError, ConfigError, TrainingError
-from fedquilt.files import read_document, write_document
-from fedquilt.runs.loop import (
-    ClientDone,
-    ClientProgress,
-    Evaluated,
-    Loop,
-    Pace,
-    RoundDone,
-    RoundStarted,
-)
-from fedquilt.runs.run import fingerprint
-from fedquilt.training.recipe import Recipe
+from fedquilt.federation.client import Recipe
+from fedquilt.runs.directory import RunDirectory
+from fedquilt.runs.events import ClientDone, ClientProgress, Evaluated, RoundDone, RoundStarted
+from fedquilt.runs.identity import compute_fingerprint
+from fedquilt.runs.loop import TrainingLoop
+from fedquilt.runs.policies import Cadence
+from fedquilt.runs.records import read_records
+from fedquilt.training.local_test import RIGHT, TESTED
 
-STEPS = fq.Optimiser(lr=0.05, epochs=1, batch_size=4)
+STEPS = fq.LocalTraining(lr=0.05, epochs=1, batch_size=4)
 
 
 def records(folder):
@@ -41,7 +37,7 @@ def test_an_interrupt_saves_the_last_completed_round(train, interrupting, tree, 
     train(tmp_path / "whole")
     out = tmp_path / "cut"
     with pytest.raises(KeyboardInterrupt):  # two clients a round: in the middle of round 4
-        train(out, watch=interrupting(ClientDone, 2 * 3 + 4 + 1))
+        train(out, callbacks=[interrupting(ClientDone, 2 * 3 + 4 + 1)])
     assert checkpoints(out) == ["round-000002", "round-000003"]
     train(out, resume=True)
     assert tree(out) == tree(tmp_path / "whole")
@@ -53,7 +49,7 @@ def test_an_interrupt_in_the_first_round_leaves_a_run_that_can_be_resumed(
     train(tmp_path / "whole")
     out = tmp_path / "cut"
     with pytest.raises(KeyboardInterrupt):
-        train(out, watch=interrupting(ClientDone, 1))
+        train(out, callbacks=[interrupting(ClientDone, 1)])
     assert not (out / "checkpoints").exists()
     train(out, resume=True)
     assert tree(out) == tree(tmp_path / "whole")
@@ -63,7 +59,7 @@ def test_an_evaluation_that_was_interrupted_is_made_up_for(train, interrupting, 
     train(tmp_path / "whole")
     out = tmp_path / "cut"
     with pytest.raises(KeyboardInterrupt):  # round 2 is over, its evaluation under way
-        train(out, watch=interrupting(Evaluated, 1))
+        train(out, callbacks=[interrupting(Evaluated, 1)])
     assert [r["round"] for r in records(out)] == [1, 2]
     assert checkpoints(out) == ["round-000002"]
     train(out, resume=True)
@@ -76,7 +72,7 @@ def test_a_problem_of_the_server_loses_only_the_rounds_since_the_checkpoint(
     train(tmp_path / "whole")
     out = tmp_path / "cut"
     with pytest.raises(ZeroDivisionError):
-        train(out, watch=interrupting(RoundStarted, 5, ZeroDivisionError))
+        train(out, callbacks=[interrupting(RoundStarted, 5, ZeroDivisionError)])
     assert checkpoints(out) == ["round-000002"]
     train(out, resume=True)
     assert tree(out) == tree(tmp_path / "whole")
@@ -85,7 +81,7 @@ def test_a_problem_of_the_server_loses_only_the_rounds_since_the_checkpoint(
 def test_records_of_rounds_that_are_done_again_are_forgotten(train, interrupting, tmp_path):
     out = tmp_path / "run"
     with pytest.raises(ZeroDivisionError):
-        train(out, watch=interrupting(RoundDone, 4, ZeroDivisionError))
+        train(out, callbacks=[interrupting(RoundDone, 4, ZeroDivisionError)])
     assert [r["round"] for r in records(out)] == [1, 2, 2, 3]
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"round": 4, "loss": 0.12')  # killed while it wrote
@@ -137,7 +133,7 @@ def test_a_full_disk_at_the_start_is_said_in_one_sentence(train, tmp_path, monke
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fedquilt.runs.run.write_sealed", full)
+    monkeypatch.setattr("fedquilt.runs.directory.write_sealed", full)
     with pytest.raises(CheckpointError, match=r"could not be started .*No space left"):
         train(tmp_path / "run")
 
@@ -155,7 +151,7 @@ def test_a_resumed_run_starts_from_the_models_first_values(train, interrupting, 
 
     train(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "cut", watch=interrupting(ClientDone, 1))
+        train(tmp_path / "cut", callbacks=[interrupting(ClientDone, 1)])
     other = copy.deepcopy(traced[0])
     torch.nn.init.normal_(other.hidden.weight)
     train(tmp_path / "cut", resume=True, model=other)
@@ -207,7 +203,9 @@ def test_a_run_tells_itself_in_a_few_lines(train, traced, people, tmp_path):
     ]
     assert repr(fq.open_run(tmp_path / "run", traced[0], run.method)) == repr(run)
     parts = list(people.train.values())
-    alone = train(clients=fq.clients(parts, test=parts), rounds=1)  # the server has no test data
+    alone = train(
+        clients=fq.make_clients(parts, test=parts), rounds=1
+    )  # the server has no test data
     assert repr(alone).splitlines()[0] == "Run of HeteroFL, 1 round, seed 2"
     assert re.search(r"parameters, (user|local) accuracy \d", repr(alone))
 
@@ -236,9 +234,11 @@ def test_only_states_that_are_needed_stay(train, traced, people, tmp_path):
             seen.append(len(list(folder.glob("*"))))
 
     with LocalEngine(net, structure, people.data, workers=0, folder=folder) as engine:
-        Loop(setup, method, engine, people.held_out, people.testers, watch=watch).run()
+        TrainingLoop(
+            setup, method, engine, people.has_server_test, people.testers, callbacks=[watch]
+        ).run()
     assert seen == [0, 4, 4, 4, 4]
-    train(tmp_path / "run", method=method, rounds=5, pace=Pace(checkpoint_every=2))
+    train(tmp_path / "run", method=method, rounds=5, cadence=Cadence(checkpoint_every=2))
     versions = {p.name for p in (tmp_path / "run" / "clients").iterdir()}
     assert versions == {f"client-{c}.{v}.safetensors" for c in range(4) for v in (4, 5)}
 
@@ -250,17 +250,17 @@ def test_a_closing_phase_that_nobody_answers_is_refused(train, traced, people):
     class Broken(LocalEngine):
         def run(self, tasks):
             from fedquilt.federation.client import Failure
-            from fedquilt.training.statistics import Statistics
+            from fedquilt.training.statistics import QueryStatistics
 
             for task, result in zip(tasks, super().run(tasks), strict=True):
-                is_query = isinstance(task.recipe, Statistics)
+                is_query = isinstance(task.recipe, QueryStatistics)
                 yield Failure(task.client, "asleep") if is_query else result
 
     with (
         Broken(net, structure, people.data, workers=0) as engine,
         pytest.raises(TrainingError, match="phase statistics, round 1; client 0: asleep"),
     ):
-        Loop(run.setup, run.method, engine, people.held_out, people.testers).run()
+        TrainingLoop(run.setup, run.method, engine, people.has_server_test, people.testers).run()
 
 
 @dataclass(frozen=True)
@@ -269,11 +269,11 @@ class Aloud:
 
     inner: Recipe
 
-    def run(self, task, bench):
-        bench.tell(0.25)
-        update = self.inner.run(task, bench)
-        bench.tell(0.75)
-        return update
+    def run(self, task, context):
+        context.report_progress(0.25)
+        result = self.inner.run(task, context.for_client(context.client_state))  # in silence
+        context.report_progress(0.75)
+        return result
 
 
 class AloudEngine(LocalEngine):
@@ -287,7 +287,7 @@ class AloudEngine(LocalEngine):
 def test_a_rounds_clients_tell_how_far_they_are_before_they_are_done(
     train, traced, people, monkeypatch, workers
 ):
-    monkeypatch.setattr(worker, "SHORTEST_WAIT", 0.0)
+    monkeypatch.setattr(client_work, "MIN_REPORT_SECONDS", 0.0)
     run, exchanges = train(rounds=3), []
 
     def watch(event):
@@ -297,7 +297,9 @@ def test_a_rounds_clients_tell_how_far_they_are_before_they_are_done(
             exchanges[-1].append(event)
 
     with AloudEngine(*traced, people.data, workers=workers) as engine:
-        loop = Loop(run.setup, run.method, engine, people.held_out, people.testers, watch=watch)
+        loop = TrainingLoop(
+            run.setup, run.method, engine, people.has_server_test, people.testers, callbacks=[watch]
+        )
         state, scores = loop.run()
     assert [sum(isinstance(e, ClientDone) for e in x) for x in exchanges] == [2, 2, 2, 4]
     for events in exchanges:
@@ -311,8 +313,10 @@ def test_a_rounds_clients_tell_how_far_they_are_before_they_are_done(
 
 def test_fingerprints_do_not_depend_on_the_process(train):
     run = train(rounds=1)
-    assert len(fingerprint(run.setup, run.method)) == 64
-    assert fingerprint(run.setup, run.method) == fingerprint(replace(run.setup), run.method)
+    assert len(compute_fingerprint(run.setup, run.method)) == 64
+    assert compute_fingerprint(run.setup, run.method) == compute_fingerprint(
+        replace(run.setup), run.method
+    )
 
 
 def test_personal_models_cannot_be_taken_away(train):
@@ -326,17 +330,23 @@ def test_limits_choose_the_widest_size_that_was_trained(train):
     sizes = run.method.sizes(run.setup)
     limit = sum(p.numel() for p in run.customize(width=sizes[1]).parameters()) + 1
     small = run.customize(params=limit)
-    assert small.fedquilt_width == sizes[1]
-    assert run.customize().fedquilt_width == sizes[0]
+    assert small.fedquilt_info.width == sizes[1]
+    assert run.customize().fedquilt_info.width == sizes[0]
 
 
 # clients that test their own models
 
-TESTING = Pace(evaluate_every=2, checkpoint_every=2, test_locally=True)
+TESTING = Cadence(evaluate_every=2, checkpoint_every=2, test_locally=True)
 
 
 def without_local(folder):
-    return [{n: v for n, v in r.items() if n != "local"} for r in records(folder)]
+    """The records but for the metrics of local tests."""
+    found = records(folder)
+    for record in found:
+        metrics = record.get("clients", {}).get("metrics", {})
+        for name in (RIGHT, TESTED):
+            metrics.pop(name, None)
+    return found
 
 
 def without_records(state):
@@ -349,25 +359,26 @@ def without_records(state):
         fq.HeteroFL(STEPS, fraction=0.5),
         fq.standalone(STEPS, fraction=0.5),
         fq.lg_fedavg(STEPS, fraction=0.5),
-        fq.ADDS(STEPS, fraction=0.5, share=0.7, share_lr=0.1),
+        fq.ADDS(STEPS, fraction=0.5, keep_fraction=0.7, keep_lr=0.1),
         fq.fed_uniform(STEPS, fraction=0.5),
-        fq.SplitMix(STEPS, fraction=0.5, base=0.5, statistics="local", together=False),
+        fq.SplitMix(STEPS, fraction=0.5, base=0.5, statistics="local", stacked=False),
     ],
     ids=lambda method: type(method).__name__,
 )
 def test_that_clients_test_their_models_changes_nothing_else(train, tree, tmp_path, method):
     found = []
     for name, pace in (("plain", replace(TESTING, test_locally=False)), ("tested", TESTING)):
-        train(tmp_path / name, method=method, pace=pace)
+        train(tmp_path / name, method=method, cadence=pace)
         files = tree(tmp_path / name)
         files.pop("metrics.jsonl")
         states = [without_records(files.pop(n)) for n in [*files] if n.endswith("state.json")]
         found.append((files, states, without_local(tmp_path / name)))
     assert found[0] == found[1]
-    rounds = [r for r in records(tmp_path / "tested") if "scores" not in r]
+    tested, plain = (read_records(RunDirectory(tmp_path / n)) for n in ("tested", "plain"))
+    rounds = [r for r in tested if "scores" not in r]
     assert [len(r["local"]) for r in rounds] == [2] * 5
     assert all(0 <= share <= 1 for r in rounds for share in r["local"].values())
-    assert not any(r.get("local") for r in records(tmp_path / "plain"))
+    assert not any(r.get("local") for r in plain)
 
 
 def test_the_only_clients_own_model_is_the_global_one(train, people):
@@ -379,8 +390,8 @@ def test_the_only_clients_own_model_is_the_global_one(train, people):
     train(
         method=fq.FedAvg(STEPS, fraction=1.0),
         clients=alone,
-        pace=Pace(evaluate_every=1, test_locally=True),
-        watch=events.append,
+        cadence=Cadence(evaluate_every=1, test_locally=True),
+        callbacks=[events.append],
     )
     local = [dict(e.local) for e in events if isinstance(e, RoundDone)]
     shared = [{0: e.scores[0].user_accuracy} for e in events if isinstance(e, Evaluated)]
@@ -390,7 +401,7 @@ def test_the_only_clients_own_model_is_the_global_one(train, people):
 
 def test_models_that_are_never_merged_are_as_good_afterwards(train, people):
     events = []
-    run = train(method=fq.standalone(STEPS), pace=TESTING, watch=events.append)
+    run = train(method=fq.standalone(STEPS), cadence=TESTING, callbacks=[events.append])
     *_, last = (e for e in events if isinstance(e, RoundDone))
     assert set(last.local) == {0, 1, 2, 3}
     assert last.local_accuracy == pytest.approx(run.scores[0].user_accuracy)
@@ -399,17 +410,19 @@ def test_models_that_are_never_merged_are_as_good_afterwards(train, people):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_own_models_are_tested_alike_by_any_number_of_workers(train, tmp_path, workers):
     for count in (0, workers):
-        train(tmp_path / str(count), pace=TESTING, workers=count)
+        train(tmp_path / str(count), cadence=TESTING, workers=count)
     found = [(tmp_path / str(n) / "metrics.jsonl").read_bytes() for n in (0, workers)]
     assert found[0] == found[1]
-    assert b'"local": {"' in found[0]
+    assert any(r.get("local") for r in read_records(RunDirectory(tmp_path / "0")))
 
 
 def test_own_models_are_tested_alike_in_a_resumed_run(train, interrupting, tree, tmp_path):
-    train(tmp_path / "whole", pace=TESTING)
+    train(tmp_path / "whole", cadence=TESTING)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "cut", pace=TESTING, watch=interrupting(ClientDone, 2 * 3 + 4 + 1))
-    train(tmp_path / "cut", pace=TESTING, resume=True)
+        train(
+            tmp_path / "cut", cadence=TESTING, callbacks=[interrupting(ClientDone, 2 * 3 + 4 + 1)]
+        )
+    train(tmp_path / "cut", cadence=TESTING, resume=True)
     assert tree(tmp_path / "cut") == tree(tmp_path / "whole")
 
 
@@ -427,17 +440,17 @@ def test_only_clients_with_test_data_are_asked_and_only_where_models_are_trained
     some = replace(people, test={1: people.test[1]})
     events = []
     with Listening(*traced, some.data, workers=0) as engine:
-        Loop(
+        TrainingLoop(
             run.setup,
             run.method,
             engine,
-            some.held_out,
+            some.has_server_test,
             some.testers,
-            pace=replace(TESTING, evaluate_every=0),
-            watch=events.append,
+            cadence=replace(TESTING, evaluate_every=0),
+            callbacks=[events.append],
         ).run()
-    round = [(c, "Tested" if c == 1 else "SGD") for c in range(4)]
-    closing = [(c, "Statistics") for c in range(4)]
+    round = [(c, "WithLocalTest" if c == 1 else "LocalSGD") for c in range(4)]
+    closing = [(c, "QueryStatistics") for c in range(4)]
     assert asked == [*round, *round, *closing, (1, "Evaluate")]
     assert [set(e.local) for e in events if isinstance(e, RoundDone)] == [{1}, {1}]
 
@@ -452,13 +465,6 @@ def test_a_run_is_opened_only_with_the_method_that_it_was_trained_with(train, tr
         fq.open_run(folder, traced[0], "fedavg")
     with pytest.raises(CheckpointError, match="with scaler = True, got scaler = False"):
         fq.open_run(folder, traced[0], replace(method, scaler=False))
-    path = folder / "model" / "bundle.json"
-    earlier = read_document(path, sealed_since=3)
-    del earlier["method_settings"]  # as bundles were before
-    write_document(path, earlier)
-    assert fq.open_run(folder, traced[0], replace(method, scaler=False))
-    with pytest.raises(CheckpointError, match="trained with HeteroFL, got FjORD"):
-        fq.open_run(folder, traced[0], fq.FjORD())
 
 
 def test_a_refused_start_leaves_no_folder_behind(train, tmp_path):
@@ -473,3 +479,8 @@ def test_a_refused_start_leaves_no_folder_behind(train, tmp_path):
     with pytest.raises(BudgetError):
         train(tmp_path / "mine" / "run", method=too_wide)
     assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_population_tells_itself_in_a_line(people):
+    assert repr(people) == "4 clients, budgets 1, 0.5; 8 examples each"
+    assert len(people) == 4

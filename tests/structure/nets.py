@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from fedquilt.errors import StructureWarning
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.structure import Structure
 
 IMAGE = torch.zeros(2, 3, 8, 8)
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
@@ -615,10 +616,10 @@ class Convolved(nn.Module):
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         for layer in (self.first, self.second):
             messages = layer(x).index_select(0, edges[0])
-            x = F.relu(self.together(messages, edges[1], len(x)))
+            x = F.relu(self.combine(messages, edges[1], len(x)))
         return self.out(x)
 
-    def together(self, messages: Tensor, to: Tensor, count: int) -> Tensor:
+    def combine(self, messages: Tensor, to: Tensor, count: int) -> Tensor:
         empty = messages.new_zeros(count, messages.shape[1])
         if self.how == "index":
             return empty.index_add(0, to, messages)
@@ -1049,4 +1050,4 @@ def structured(name: str) -> tuple[nn.Module, Structure]:
     with warnings.catch_warnings():
         if name in PARTLY_WHOLE:
             warnings.simplefilter("ignore", StructureWarning)
-        return model, Structure.trace(model, ZOO[name].example)
+        return model, trace_structure(model, ZOO[name].example)

@@ -19,19 +19,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.customize.export import export
 from fedquilt.errors import StructureError, StructureWarning
-from fedquilt.federation.average import average
+from fedquilt.federation.aggregation import average
 from fedquilt.federation.client import Update
-from fedquilt.federation.update import accept
-from fedquilt.structure.blocks import chosen_blocks, residual_blocks
-from fedquilt.structure.check import masked, with_blocks
-from fedquilt.structure.cost import cost
-from fedquilt.structure.cut import build, take
-from fedquilt.structure.groups import STEPS, Structure
-from fedquilt.structure.stacks import block_candidates, blocks_at_work
+from fedquilt.federation.update import validate_update
+from fedquilt.structure.blocks.find import find_residual_blocks, select_blocks
+from fedquilt.structure.blocks.stacks import find_block_candidates, find_working_blocks
+from fedquilt.structure.cost import compute_cost
+from fedquilt.structure.create import declare_structure, trace_structure
+from fedquilt.structure.cut import build_module, copy_subnet_tensors
+from fedquilt.structure.derive import add_block_steps
+from fedquilt.structure.mask import mask_model
+from fedquilt.structure.serialization import from_json, to_json
+from fedquilt.structure.structure import STEPS, Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import named_tensors
-from fedquilt.structure.values import as_values, from_values
-from fedquilt.training.recipe import Workbench
+from fedquilt.structure.tensors import named_tensors
+from fedquilt.structure.verify.blocks import add_blocks
+from fedquilt.training.context import ClientContext
 
 from .nets import IMAGE, VECTOR, ZOO, head, inputs_for, plain_cnn, roughened
 from .residuals import (
@@ -56,7 +59,7 @@ few = settings(max_examples=6, deadline=None)
 
 def deep(model: nn.Module, example: Any, blocks: list[str] | None = None) -> Structure:
     """A structure of blocks alone, without following channels."""
-    return with_blocks(model, Structure.declare(model, {}), example, blocks)
+    return add_blocks(model, declare_structure(model, {}), example, blocks)
 
 
 @functools.cache
@@ -71,7 +74,7 @@ def traced(name: str) -> tuple[nn.Module, Structure]:
     """With channels, too; in double precision, so that equal means equal."""
     torch.manual_seed(0)
     model = roughened(DEEP[name].make()).double()
-    return model, Structure.trace(model, DEEP[name].example.double())
+    return model, trace_structure(model, DEEP[name].example.double())
 
 
 def some_of(blocks: Mapping[str, object], seed: int) -> list[str]:
@@ -115,7 +118,7 @@ def test_blocks_are_found_with_just_their_tensors(name):
         }
         for block, parts in DEEP[name].blocks.items()
     }
-    found = residual_blocks(model)
+    found = find_residual_blocks(model)
     assert {block: set(found[block].tensors) for block in found} == expected
     assert list(found) == list(expected)  # in the model's order
     assert list(skippable(name)[1].blocks) == list(expected)  # and they pass the check
@@ -125,19 +128,19 @@ def test_blocks_are_found_with_just_their_tensors(name):
 def test_other_sums_are_no_blocks(name):
     model = Middle(Written(WITHOUT_BLOCKS[name]))
     numbers = torch.get_rng_state()
-    assert residual_blocks(model) == {}
+    assert find_residual_blocks(model) == {}
     assert torch.equal(torch.get_rng_state(), numbers)
 
 
 @pytest.mark.parametrize("name", WITH_A_BLOCK)
 def test_blocks_are_found_in_odd_code(name):
     model = Middle(Written(WITH_A_BLOCK[name]))
-    found = residual_blocks(model)
+    found = find_residual_blocks(model)
     assert {b.name: b.tensors for b in found.values()} == {
         "function": ("function.f.weight", "function.f.bias")
     }
     structure = deep(model, VECTOR)
-    whole = build(*structure.with_steps(model), structure.subnet())
+    whole = build_module(*add_block_steps(model, structure), structure.subnet())
     for training in (True, False):
         outputs = []
         for net in (whole.train(training), model.train(training)):
@@ -164,13 +167,13 @@ def test_a_block_around_a_block_has_a_name_of_its_own():
         ("inner_sum",): x,
         ("inner", "inner_sum"): x,
     }.items():
-        small = build(model, structure, Subnet().skipping(*skipped))
+        small = build_module(model, structure, Subnet().without_blocks(*skipped))
         torch.testing.assert_close(small(x), model.last(expected))
 
 
 @pytest.mark.parametrize("name", ["plain cnn", "dense", "bidirectional lstm", "mlp", "u-net"])
 def test_nets_without_shortcuts_have_no_blocks(name):
-    assert residual_blocks(ZOO[name].make()) == {}
+    assert find_residual_blocks(ZOO[name].make()) == {}
 
 
 def test_modules_that_share_their_weights_are_no_blocks():
@@ -179,19 +182,19 @@ def test_modules_that_share_their_weights_are_no_blocks():
     tied.fn.weight = nn.Linear(8, 8).weight
     other = nn.Linear(8, 8)
     other.weight = tied.fn.weight
-    assert residual_blocks(nn.Sequential(block, nn.ReLU(), block, tied, other)) == {}
+    assert find_residual_blocks(nn.Sequential(block, nn.ReLU(), block, tied, other)) == {}
 
 
 def test_modules_whose_branch_begins_in_place_are_no_blocks():
     act = nn.Sequential(nn.ReLU(inplace=True))
-    assert residual_blocks(Residual(nn.Sequential(act, nn.Linear(8, 8)))) == {}
-    assert residual_blocks(Residual(nn.Sequential(nn.Linear(8, 8), act))) != {}
+    assert find_residual_blocks(Residual(nn.Sequential(act, nn.Linear(8, 8)))) == {}
+    assert find_residual_blocks(Residual(nn.Sequential(nn.Linear(8, 8), act))) != {}
 
 
 def test_a_module_without_its_own_forward_any_more_is_no_block():
     model = Middle(Residual(nn.Linear(8, 8)))
     model.function.forward = lambda x: x * 2
-    assert residual_blocks(model) == {}
+    assert find_residual_blocks(model) == {}
 
 
 class Looking(nn.Module):
@@ -232,7 +235,7 @@ class Giving(nn.Module):
 @pytest.mark.parametrize("kind", [Looking, Further])
 def test_blocks_that_do_not_pass_the_check_are_left_alone(kind):
     model = nn.Sequential(Residual(nn.Linear(8, 8)), Giving(kind()))
-    assert "1.function" in residual_blocks(model)
+    assert "1.function" in find_residual_blocks(model)
     assert list(deep(model, VECTOR).blocks) == ["0"]
     with pytest.raises(StructureError, match=r"blocks 1.function cannot be skipped"):
         deep(model, VECTOR, ["1.function"])
@@ -297,20 +300,20 @@ def replaced(model: nn.Module, name: str, share: float) -> nn.Module:
 def test_members_of_a_stack_are_blocks_where_no_sum_can_be_read(name):
     torch.manual_seed(0)
     model = roughened(STACKED[name]())
-    assert residual_blocks(model) == {}
+    assert find_residual_blocks(model) == {}
     structure = deep(model, SEQUENCE)
     layers = [f"{'' if name == 'a Sequential' else 'layers.'}{i}" for i in range(3)]
     assert list(structure.blocks) == layers
     (x,) = inputs_for(SEQUENCE)
     for layer in layers:
-        small = build(model, structure, Subnet().skipping(layer))
+        small = build_module(model, structure, Subnet().without_blocks(layer))
         torch.testing.assert_close(small(x), replaced(model, layer, 0.0)(x))
         assert not any(n.startswith(f"{layer}.") for n in named_tensors(small))
-        stepped, with_steps = structure.with_steps(model)
-        step = {with_steps.blocks[layer].step: torch.tensor(0.25)}
-        half = build(stepped, with_steps, Subnet(), step)
+        stepped, stepped_structure = add_block_steps(model, structure)
+        step = {stepped_structure.blocks[layer].step: torch.tensor(0.25)}
+        half = build_module(stepped, stepped_structure, Subnet(), step)
         torch.testing.assert_close(half(x), replaced(model, layer, 0.25)(x))
-    again = from_values(json.loads(json.dumps(as_values(structure))))
+    again = from_json(json.loads(json.dumps(to_json(structure))))
     assert again.blocks == structure.blocks
     shallow = structure.subnet(depth=0.5)
     assert shallow.skipped == (layers[2],)
@@ -329,9 +332,9 @@ def test_watching_a_model_at_work_leaves_it_as_it_was():
         (EQUALS["two ways"][0](), IMAGE),
     ):
         before = [(m.forward.__func__, len(m._forward_hooks)) for m in model.modules()]
-        candidates = block_candidates(model)
+        candidates = find_block_candidates(model)
         assert any(candidates)
-        blocks_at_work(model, *candidates, lambda net, x=example: net(x))
+        find_working_blocks(model, *candidates, lambda net, x=example: net(x))
         assert [(m.forward.__func__, len(m._forward_hooks)) for m in model.modules()] == before
 
 
@@ -343,9 +346,9 @@ def test_watching_a_model_at_work_leaves_it_as_it_was():
 def test_a_net_without_blocks_is_the_net_with_their_branches_at_zero(name, seed):
     model, structure = skippable(name)
     skipped = some_of(structure.blocks, seed) if seed else list(structure.blocks)
-    subnet = structure.subnet().skipping(*skipped)
+    subnet = structure.subnet().without_blocks(*skipped)
     small, oracle = (
-        build(model, structure, subnet),
+        build_module(model, structure, subnet),
         multiplied(model, name, dict.fromkeys(skipped, 0)),
     )
     inputs = inputs_for(DEEP[name].example)
@@ -355,7 +358,7 @@ def test_a_net_without_blocks_is_the_net_with_their_branches_at_zero(name, seed)
     torch.testing.assert_close(*outputs)
     for x in inputs:
         torch.testing.assert_close(*(torch.autograd.grad(o.sum(), x)[0] for o in outputs))
-    assert named_tensors(small).keys() == set(structure.names(subnet))
+    assert named_tensors(small).keys() == set(structure.tensor_names(subnet))
     assert (
         not {t for b in skipped for t in structure.blocks[b].tensors} & named_tensors(small).keys()
     )
@@ -364,10 +367,10 @@ def test_a_net_without_blocks_is_the_net_with_their_branches_at_zero(name, seed)
 @pytest.mark.parametrize("name", DEEP)
 def test_a_step_multiplies_its_branch(name):
     model, structure = skippable(name)
-    stepped, with_steps = structure.with_steps(model)
-    values = {b.step: torch.rand(()) + 0.5 for b in with_steps.blocks.values()}
-    small = build(stepped, with_steps, with_steps.subnet(), values)
-    factors = {b.name: values[b.step] for b in with_steps.blocks.values()}
+    stepped, stepped_structure = add_block_steps(model, structure)
+    values = {b.step: torch.rand(()) + 0.5 for b in stepped_structure.blocks.values()}
+    small = build_module(stepped, stepped_structure, stepped_structure.subnet(), values)
+    factors = {b.name: values[b.step] for b in stepped_structure.blocks.values()}
     inputs = inputs_for(DEEP[name].example)
     torch.testing.assert_close(small(*inputs), multiplied(model, name, factors)(*inputs))
 
@@ -375,7 +378,7 @@ def test_a_step_multiplies_its_branch(name):
 @pytest.mark.parametrize("name", DEEP)
 def test_steps_of_one_change_nothing_in_training(name):
     model, structure = skippable(name)
-    small = build(*structure.with_steps(model), structure.subnet())
+    small = build_module(*add_block_steps(model, structure), structure.subnet())
     results = []
     for net in (small, copy.deepcopy(model)):
         torch.manual_seed(3)
@@ -417,22 +420,24 @@ def test_width_and_depth_equal_the_masked_net_and_so_do_gradients(name, has_step
     factors: dict[str, Any] = {}
     if has_steps:
         drawn = torch.Generator().manual_seed(seed)
-        stepped, structure = structure.with_steps(model)
+        stepped, structure = add_block_steps(model, structure)
         values = {
             b.step: torch.rand((), generator=drawn).double() + 0.5
             for b in structure.blocks.values()
         }
         factors = {b.name: values[b.step] for b in structure.blocks.values()}
-    subnet = structure.subnet(channels=some_channels(structure, seed)).skipping(*skipped)
-    small = build(stepped if has_steps else model, structure, subnet, values)
+    subnet = structure.subnet(channels=some_channels(structure, seed)).without_blocks(*skipped)
+    small = build_module(stepped if has_steps else model, structure, subnet, values)
     factors |= dict.fromkeys(skipped, 0)
-    oracle = multiplied(masked(model, whole, Subnet(subnet.kept)), name, factors)
+    oracle = multiplied(mask_model(model, whole, Subnet(subnet.kept)), name, factors)
     example = DEEP[name].example.double()
     (x,) = inputs_for(example)
     torch.testing.assert_close(small(x.to(example)), oracle(x.to(example)))
     found = gradients(small, example)
-    cells = whole.names(subnet.leaving(*whole.statistics))
-    expected = take({**named_tensors(model), **gradients(oracle, example)}, whole, subnet)
+    cells = whole.tensor_names(subnet.excluding(*whole.statistics))
+    expected = copy_subnet_tensors(
+        {**named_tensors(model), **gradients(oracle, example)}, whole, subnet
+    )
     weights = [n for n, _ in small.named_parameters() if n in cells]
     assert_same({n: found[n] for n in weights}, {n: expected[n] for n in weights})
 
@@ -445,8 +450,10 @@ def test_depth_of_a_transformer_at_any_width_equals_branches_at_zero(seed):
     assert not structure.is_exact
     skipped = some_of(structure.blocks, seed)
     subnet = structure.subnet(channels=some_channels(structure, seed))
-    narrow = multiplied(build(model, structure, subnet), "transformer", dict.fromkeys(skipped, 0))
-    small = build(model, structure, subnet.skipping(*skipped))
+    narrow = multiplied(
+        build_module(model, structure, subnet), "transformer", dict.fromkeys(skipped, 0)
+    )
+    small = build_module(model, structure, subnet.without_blocks(*skipped))
     example = DEEP["transformer"].example.double()
     (x,) = inputs_for(example)
     torch.testing.assert_close(small(x.to(example)), narrow(x.to(example)))
@@ -459,13 +466,13 @@ def test_the_shortcut_stays_the_shortcut_where_a_branch_is_cut_to_the_bone():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Basic(16, 64, 2), nn.Conv2d(64, 2, 4))
     model = roughened(net).double()
-    structure = Structure.trace(model, IMAGE.double())
-    stepped, with_steps = structure.with_steps(model)
+    structure = trace_structure(model, IMAGE.double())
+    stepped, stepped_structure = add_block_steps(model, structure)
     (x,) = inputs_for(IMAGE)
     inner = next(g for g in structure.cut_groups() if g == "1.conv1")
-    subnet = with_steps.subnet(channels={inner: [3]})
-    small = build(stepped, with_steps, subnet, {"1.step": torch.tensor(0.5)})
-    oracle = masked(model, structure, Subnet(subnet.kept))
+    subnet = stepped_structure.subnet(channels={inner: [3]})
+    small = build_module(stepped, stepped_structure, subnet, {"1.step": torch.tensor(0.5)})
+    oracle = mask_model(model, structure, Subnet(subnet.kept))
     oracle[1].bn2.register_forward_hook(lambda module, inputs, output: output * 0.5)
     torch.testing.assert_close(small(x.double()), oracle(x.double()))
 
@@ -486,7 +493,7 @@ class Convolutions(TorchDispatchMode):
 def test_layers_of_skipped_blocks_are_neither_computed_nor_stored():
     model, structure = skippable("resnet")
     subnet = structure.subnet(blocks=["layer1.0"])
-    small = build(model, structure, subnet)
+    small = build_module(model, structure, subnet)
     counted = []
     for net in (model, small):
         with Convolutions() as convolutions, torch.no_grad():
@@ -507,29 +514,32 @@ def test_skipped_blocks_are_neither_taken_nor_sent():
     subnet = structure.subnet(blocks=["layer1.*"])
     params = {n: t.detach() for n, t in named_tensors(model).items()}
     gone = {n for n in params if n.startswith("layer2.") and ".downsample" not in n}
-    assert take(params, structure, subnet).keys() == params.keys() - gone
-    bench = Workbench(model, structure, {})
+    assert copy_subnet_tensors(params, structure, subnet).keys() == params.keys() - gone
+    bench = ClientContext(model, structure, {})
     sent = bench.tensors(bench.module(subnet, params), subnet, subnet)
     assert sent.keys() == params.keys() - gone
     update = Update(0, (subnet,), (sent,), 1.0, {})
-    assert accept(update, structure, params) is update
+    assert validate_update(update, structure, params) is update
 
 
 def test_a_module_serves_subnets_of_its_depth_only():
     model, structure = skippable("resnet")
     params = {n: t.detach() for n, t in named_tensors(model).items()}
-    bench = Workbench(model, structure, {})
+    bench = ClientContext(model, structure, {})
     whole = bench.module(structure.subnet(), params)
     shallow = bench.module(structure.subnet(depth=0.5), params)
     assert named_tensors(whole).keys() > named_tensors(shallow).keys()
-    assert bench.module(structure.subnet(depth=0.5).leaving("fc.*"), params) is shallow
+    assert bench.module(structure.subnet(depth=0.5).excluding("fc.*"), params) is shallow
 
 
 def test_skipping_saves_what_the_block_costs():
     model, structure = skippable("resnet")
     whole, less = (
-        cost(model, structure, subnet, IMAGE)
-        for subnet in (structure.subnet(), structure.subnet().skipping("layer1.1", "layer2.0"))
+        compute_cost(model, structure, subnet, IMAGE)
+        for subnet in (
+            structure.subnet(),
+            structure.subnet().without_blocks("layer1.1", "layer2.0"),
+        )
     )
     first, second = (2 * 6 * 6 * 9, 6 * 10 * 9 + 10 * 10 * 9)
     assert whole.params - less.params == first + second + 4 * 6 + 4 * 10
@@ -551,23 +561,25 @@ def test_depth_keeps_the_first_blocks_of_each_stage(depth):
 
 def test_steps_are_named_after_their_module_or_branch():
     model, structure = skippable("resnet")
-    stepped, with_steps = structure.with_steps(model)
-    assert [b.step for b in with_steps.blocks.values()] == [
+    stepped, stepped_structure = add_block_steps(model, structure)
+    assert [b.step for b in stepped_structure.blocks.values()] == [
         f"layer{i}.{j}.step" for i in (1, 2) for j in (0, 1)
     ]
-    assert with_steps.matching((STEPS,)) == {b.step for b in with_steps.blocks.values()}
-    assert named_tensors(stepped).keys() == set(with_steps.shapes)
+    assert stepped_structure.match_names((STEPS,)) == {
+        b.step for b in stepped_structure.blocks.values()
+    }
+    assert named_tensors(stepped).keys() == set(stepped_structure.shapes)
     assert not any(name.endswith("step") for name in named_tensors(model))
-    _, two = skippable("transformer")
-    steps = [b.step for b in two.with_steps(skippable("transformer")[0])[1].blocks.values()]
+    _, two = add_block_steps(*skippable("transformer"))
+    steps = [b.step for b in two.blocks.values()]
     assert steps == [f"layers.{i}.{kind}_step" for i in (0, 1) for kind in ("attention", "mlp")]
 
 
 @pytest.mark.parametrize("learnable", [False, True])
 def test_steps_learn_if_they_may(learnable):
     model, structure = skippable("transformer")
-    stepped, with_steps = structure.with_steps(model, learnable=learnable)
-    small = build(stepped, with_steps, with_steps.subnet())
+    stepped, stepped_structure = add_block_steps(model, structure, learnable=learnable)
+    small = build_module(stepped, stepped_structure, stepped_structure.subnet())
     small(torch.randn(2, 3, 8, 8)).sum().backward()
     steps = [p for n, p in small.named_parameters() if n.endswith("step")]
     assert len(steps) == 4
@@ -579,14 +591,14 @@ def test_steps_learn_if_they_may(learnable):
 @pytest.mark.parametrize("name", ["resnet", "transformer", "nested", "encoder"])
 def test_a_skipped_block_takes_its_step_along(name):
     model, structure = skippable(name)
-    stepped, with_steps = structure.with_steps(model)
+    stepped, stepped_structure = add_block_steps(model, structure)
     params = {n: t.detach() for n, t in named_tensors(stepped).items()}
-    bench = Workbench(stepped, with_steps, {})
+    bench = ClientContext(stepped, stepped_structure, {})
     for seed in range(4):
-        subnet = with_steps.subnet().skipping(*some_of(structure.blocks, seed))
-        gone = {with_steps.blocks[b].step for b in subnet.skipped}
+        subnet = stepped_structure.subnet().without_blocks(*some_of(structure.blocks, seed))
+        gone = {stepped_structure.blocks[b].step for b in subnet.skipped}
         small = bench.module(subnet, params)  # loads just what is there
-        assert named_tensors(small).keys() == set(with_steps.names(subnet))
+        assert named_tensors(small).keys() == set(stepped_structure.tensor_names(subnet))
         assert not gone & named_tensors(small).keys()
 
 
@@ -594,7 +606,7 @@ def test_a_step_needs_its_name():
     model = Middle(Residual(nn.Linear(8, 8)))
     model.function.step = 3
     with pytest.raises(StructureError, match=r"'function' has something named 'step' already"):
-        deep(model, VECTOR).with_steps(model)
+        add_block_steps(model, deep(model, VECTOR))
 
 
 # as a value
@@ -602,7 +614,12 @@ def test_a_step_needs_its_name():
 
 @given(skipped=st.lists(st.text(max_size=9), max_size=5), channels=st.sets(st.integers(0, 99)))
 def test_a_subnet_that_skips_survives_being_sent(skipped, channels):
-    subnet = Subnet.of({"a": channels}).skipping(*skipped).leaving("*.bias").owning("x", "b")
+    subnet = (
+        Subnet.from_channels({"a": channels})
+        .without_blocks(*skipped)
+        .excluding("*.bias")
+        .with_private("x", "b")
+    )
     again = Subnet.decode(subnet.encode())
     assert again == subnet
     assert hash(again) == hash(subnet)
@@ -610,27 +627,34 @@ def test_a_subnet_that_skips_survives_being_sent(skipped, channels):
 
 
 def test_skipped_blocks_are_part_of_a_subnet():
-    subnet = Subnet.of({"a": [0, 2]}).skipping("b", "a.1").leaving("*.bias")
-    same = Subnet.of({"a": [0, 2]}).skipping("a.1").skipping("b", "b").leaving("*.bias")
+    subnet = Subnet.from_channels({"a": [0, 2]}).without_blocks("b", "a.1").excluding("*.bias")
+    same = (
+        Subnet.from_channels({"a": [0, 2]})
+        .without_blocks("a.1")
+        .without_blocks("b", "b")
+        .excluding("*.bias")
+    )
     assert subnet == same
-    assert subnet != Subnet.of({"a": [0, 2]}).skipping("b").leaving("*.bias")
+    assert subnet != Subnet.from_channels({"a": [0, 2]}).without_blocks("b").excluding("*.bias")
     assert repr(subnet) == "Subnet(a: 0,2; skips a.1, b; without *.bias)"
-    assert subnet.shape == Subnet.of({"a": [0, 2]}).skipping("a.1", "b")
-    assert subnet.owning("x", "c").skipped == ("a.1", "b")
+    assert subnet.shape == Subnet.from_channels({"a": [0, 2]}).without_blocks("a.1", "b")
+    assert subnet.with_private("x", "c").skipped == ("a.1", "b")
 
 
 @pytest.mark.parametrize("is_stepped", [False, True])
 def test_blocks_survive_being_written_down(is_stepped):
     model, structure = traced("pre-activation")
     if is_stepped:
-        model, structure = structure.with_steps(model)
-    again = from_values(json.loads(json.dumps(as_values(structure))))
+        model, structure = add_block_steps(model, structure)
+    again = from_json(json.loads(json.dumps(to_json(structure))))
     assert again.blocks == structure.blocks
     assert list(again.blocks) == list(structure.blocks)
     subnet = again.subnet(0.5, depth=0.5)
     assert subnet == structure.subnet(0.5, depth=0.5)
     x = torch.randn(2, 3, 8, 8).double()
-    torch.testing.assert_close(build(model, again, subnet)(x), build(model, structure, subnet)(x))
+    torch.testing.assert_close(
+        build_module(model, again, subnet)(x), build_module(model, structure, subnet)(x)
+    )
 
 
 def test_a_description_names_the_blocks():
@@ -660,12 +684,12 @@ def test_impossible_depths_are_refused(asked, message):
 def test_unknown_blocks_are_refused():
     model, structure = skippable("resnet")
     with pytest.raises(StructureError, match=r"no block 'layer3.0' that may be skipped"):
-        take(named_tensors(model), structure, Subnet().skipping("layer3.0"))
+        copy_subnet_tensors(named_tensors(model), structure, Subnet().without_blocks("layer3.0"))
 
 
 def test_a_net_without_blocks_has_no_depth():
     model = plain_cnn()
-    structure = Structure.trace(model, IMAGE)
+    structure = trace_structure(model, IMAGE)
     assert structure.blocks == {}
     assert "blocks" not in structure.describe()
     assert structure.subnet(depth=1) == structure.subnet()
@@ -680,8 +704,8 @@ def test_a_net_without_blocks_has_no_depth():
 
 def test_patterns_choose_among_the_blocks():
     model, _ = skippable("transformer")
-    assert list(chosen_blocks(model, ["*.mlp"])) == ["layers.0.mlp", "layers.1.mlp"]
-    assert list(chosen_blocks(model, ["layers.1.*", "layers.0.mlp"])) == [
+    assert list(select_blocks(model, ["*.mlp"])) == ["layers.0.mlp", "layers.1.mlp"]
+    assert list(select_blocks(model, ["layers.1.*", "layers.0.mlp"])) == [
         "layers.0.mlp",
         "layers.1.attention",
         "layers.1.mlp",
@@ -692,25 +716,27 @@ def declared() -> tuple[nn.Module, Structure]:
     torch.manual_seed(0)
     model = roughened(nn.Sequential(*(Middle(Written(by_value)) for _ in range(2)))[:1])
     with pytest.warns(StructureWarning, match="not run on the example"):
-        return model, Structure.trace(model, VECTOR, blocks=["0.function"])
+        return model, trace_structure(model, VECTOR, blocks=["0.function"])
 
 
 def test_a_declared_module_is_a_block_as_a_whole():
     model, structure = declared()
     assert list(structure.blocks) == ["0.function"]
-    subnet = structure.subnet().skipping("0.function")
+    subnet = structure.subnet().without_blocks("0.function")
     x = torch.randn(2, 8)
     expected = model[0].last(torch.relu(model[0].first(x)))
-    small = build(model, structure, subnet)
+    small = build_module(model, structure, subnet)
     torch.testing.assert_close(small(x), expected)
     assert not any("function" in name for name in named_tensors(small))
-    assert named_tensors(small).keys() == set(structure.names(subnet))
+    assert named_tensors(small).keys() == set(structure.tensor_names(subnet))
 
 
 def test_the_step_of_a_declared_module_is_between_its_input_and_output():
     model, structure = declared()
-    small = build(
-        *structure.with_steps(model), structure.subnet(), {"0.function.step": torch.tensor(0.25)}
+    small = build_module(
+        *add_block_steps(model, structure),
+        structure.subnet(),
+        {"0.function.step": torch.tensor(0.25)},
     )
     x = torch.randn(2, 8)
     hidden = torch.relu(model[0].first(x))
@@ -733,7 +759,7 @@ def test_a_declared_module_may_be_called_by_keyword():
     model = roughened(Calling(Written(by_value)))
     structure = deep(model, VECTOR, ["function"])
     x = torch.randn(2, 8)
-    small = build(model, structure, Subnet().skipping("function"))
+    small = build_module(model, structure, Subnet().without_blocks("function"))
     torch.testing.assert_close(small(x), model.last(model.first(x)))
 
 
@@ -741,10 +767,12 @@ def test_a_declared_module_may_hold_blocks_of_its_own():
     torch.manual_seed(0)
     model = roughened(nn.Sequential(nn.Linear(8, 8), Nested(), nn.Linear(8, 3)))
     structure = deep(model, VECTOR, ["1.inner", "1.last", "1"])
-    stepped, with_steps = structure.with_steps(model)
-    values = {b.step: torch.rand(()) for b in with_steps.blocks.values()}
-    small = build(stepped, with_steps, Subnet(), values)
-    inner, last, whole = (values[with_steps.blocks[b].step] for b in ("1.inner", "1.last", "1"))
+    stepped, stepped_structure = add_block_steps(model, structure)
+    values = {b.step: torch.rand(()) for b in stepped_structure.blocks.values()}
+    small = build_module(stepped, stepped_structure, Subnet(), values)
+    inner, last, whole = (
+        values[stepped_structure.blocks[b].step] for b in ("1.inner", "1.last", "1")
+    )
     x = torch.randn(2, 8)
     hidden, net = model[0](x), model[1]
     y = hidden + inner * net.inner.fn(hidden)
@@ -811,7 +839,7 @@ def test_one_of_a_pair_is_a_block_where_the_sum_is():
     model = roughened(First(Pair()))
     structure = deep(model, VECTOR)
     x = torch.randn(2, 8)
-    small = build(model, structure, Subnet().skipping("pair"))
+    small = build_module(model, structure, Subnet().without_blocks("pair"))
     torch.testing.assert_close(small(x), model.last(x))
 
 
@@ -849,10 +877,13 @@ def test_looking_for_blocks_does_not_run_what_the_code_does_to_its_tensors():
             return x - self.mean + self.fn(x)
 
     model = roughened(Middle(Average()))
-    assert residual_blocks(model)["function"].tensors == ("function.fn.weight", "function.fn.bias")
+    assert find_residual_blocks(model)["function"].tensors == (
+        "function.fn.weight",
+        "function.fn.bias",
+    )
     structure = deep(model, VECTOR)
     assert (model.function.mean >= 1).all()
-    whole = build(*structure.with_steps(model), structure.subnet()).train()
+    whole = build_module(*add_block_steps(model, structure), structure.subnet()).train()
     x = torch.randn(4, 8)
     torch.testing.assert_close(whole(x), model.train()(x))
     torch.testing.assert_close(whole.function.mean, model.function.mean)
@@ -876,7 +907,7 @@ def test_what_follows_in_place_does_not_reach_what_came_before():
     model = roughened(Twice())
     structure = deep(model, VECTOR)
     assert list(structure.blocks) == ["block"]
-    small = build(model, structure, structure.subnet().skipping("block"))
+    small = build_module(model, structure, structure.subnet().without_blocks("block"))
     x = torch.randn(4, 8)
     hidden = torch.sigmoid(x) - 0.5
     torch.testing.assert_close(small(x), model.last(F.relu(hidden) - hidden))
@@ -885,8 +916,8 @@ def test_what_follows_in_place_does_not_reach_what_came_before():
 @pytest.mark.parametrize("name", ["resnet", "encoder"])
 def test_a_copy_of_a_subnet_is_a_net_of_its_own(name):
     model, structure = skippable(name)
-    stepped, with_steps = structure.with_steps(model)
-    small = build(stepped, with_steps, with_steps.subnet(depth=0.5))
+    stepped, stepped_structure = add_block_steps(model, structure)
+    small = build_module(stepped, stepped_structure, stepped_structure.subnet(depth=0.5))
     inputs = inputs_for(DEEP[name].example)
     expected = small(*inputs)
     other = copy.deepcopy(small)
@@ -915,7 +946,7 @@ def test_an_encoder_takes_padding_without_its_first_attention():
     model = roughened(Padded())
     inputs = (torch.randn(2, 5, 8), torch.arange(5).expand(2, 5) > torch.tensor([[4], [2]]))
     structure = deep(model, (SEQUENCE, inputs[1]))
-    small = build(model, structure, Subnet().skipping("encoder.layers.0.self_attn"))
+    small = build_module(model, structure, Subnet().without_blocks("encoder.layers.0.self_attn"))
     with torch.no_grad():
         torch.testing.assert_close(small(*inputs), small.requires_grad_()(*inputs))
     assert model.encoder.use_nested_tensor
@@ -923,7 +954,7 @@ def test_an_encoder_takes_padding_without_its_first_attention():
 
 def test_hooks_on_a_module_with_a_block_are_called():
     model, structure = skippable("resnet")
-    small = build(model, structure, structure.subnet(depth=0.5))
+    small = build_module(model, structure, structure.subnet(depth=0.5))
     seen = []
     small.layer1[1].register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
     small(torch.randn(2, 3, 8, 8))
@@ -932,7 +963,7 @@ def test_hooks_on_a_module_with_a_block_are_called():
 
 def test_a_shallow_net_is_exported_as_it_answers(tmp_path):
     model, structure = skippable("sums in the root")
-    small = build(model, structure, structure.subnet(blocks=["channels"]))
+    small = build_module(model, structure, structure.subnet(blocks=["channels"]))
     assert list(inspect.signature(small.forward).parameters) == ["x"]  # as files name it, too
     path = export(small, tmp_path / "small.pt2", IMAGE)
     (x,) = inputs_for(IMAGE)
@@ -943,7 +974,7 @@ def test_a_shallow_net_is_exported_as_it_answers(tmp_path):
 
 
 def changed(params: Mapping[str, Tensor], structure: Structure, subnet: Subnet, shift: float):
-    taken = take(params, structure, subnet)
+    taken = copy_subnet_tensors(params, structure, subnet)
     return Update(
         0,
         (subnet,),
@@ -958,7 +989,7 @@ def test_a_block_is_averaged_over_those_that_kept_it_and_stays_where_nobody_did(
     params = {n: t.detach() for n, t in named_tensors(model).items()}
     skips = (["layer1.1", "layer2.1"], ["layer2.1", "layer1.0"], ["layer2.1"])
     updates = [
-        changed(params, structure, Subnet().skipping(*skipped), shift)
+        changed(params, structure, Subnet().without_blocks(*skipped), shift)
         for skipped, shift in zip(skips, (1.0, 2.0, 6.0), strict=True)
     ]
     found = average(params, structure, updates)
@@ -976,7 +1007,7 @@ def test_what_is_taken_and_sent_back_unchanged_changes_nothing(seed):
     model, structure = traced("resnet")
     params = {n: t.detach() for n, t in named_tensors(model).items()}
     subnets = [
-        structure.subnet(channels=some_channels(structure, seed + i)).skipping(
+        structure.subnet(channels=some_channels(structure, seed + i)).without_blocks(
             *some_of(structure.blocks, seed + i)
         )
         for i in range(3)
@@ -994,8 +1025,8 @@ def test_cells_of_a_block_are_averaged_as_in_the_example_of_nefl():
     for number, value in clients:
         subnet = structure.subnet(number / 6 if number < 5 else 1)
         if number in (2, 4):
-            subnet = subnet.skipping("layer1.0")
-        taken = take(params, structure, subnet)
+            subnet = subnet.without_blocks("layer1.0")
+        taken = copy_subnet_tensors(params, structure, subnet)
         sent = {n: torch.full_like(t, value) for n, t in taken.items()}
         updates.append(Update(len(updates), (subnet,), (sent,), 1.0, {}))
     found = average(params, structure, updates)

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedquilt.errors import StructureError, StructureWarning
-from fedquilt.structure.check import masked
-from fedquilt.structure.cut import build
-from fedquilt.structure.groups import Structure, follows, leading
-from fedquilt.structure.trace import tensors_in
+from fedquilt.structure.create import declare_structure, trace_structure
+from fedquilt.structure.cut import build_module
+from fedquilt.structure.groups import count_leading, has_group
+from fedquilt.structure.mask import mask_model
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.tensors import find_tensors
 
 from .nets import CLASSES, IMAGE, VECTOR, ZOO, inputs_for, plain_cnn, roughened, structured
 
@@ -36,15 +38,15 @@ class Middle(nn.Module):
 
 @pytest.fixture
 def structure() -> Structure:
-    return Structure.trace(Middle(nn.ReLU(), width=7), VECTOR)
+    return trace_structure(Middle(nn.ReLU(), width=7), VECTOR)
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_inputs_and_outputs_are_never_cut(name):
     model, structure = structured(name)
     inputs = inputs_for(ZOO[name].example)
-    small = build(model, structure, structure.subnet(0.01))
-    few, all_of_them = (tensors_in(net(*inputs)) for net in (small, model))
+    small = build_module(model, structure, structure.subnet(0.01))
+    few, all_of_them = (find_tensors(net(*inputs)) for net in (small, model))
     assert [out.shape for out in few] == [out.shape for out in all_of_them]
 
 
@@ -53,27 +55,27 @@ def test_classes_are_a_group_of_their_own_whose_rows_are_in_order(name):
     _, structure = structured(name)
     group = structure.groups[structure.classes]
     assert not group.is_cut
-    rows = [axes[0] for axes in structure.axes.values() if axes and follows(axes[0], group.name)]
+    rows = [axes[0] for axes in structure.axes.values() if axes and has_group(axes[0], group.name)]
     assert rows
     assert all([c for s in axis for c in s.channels] == list(range(group.size)) for axis in rows)
 
 
 def test_a_subnet_may_keep_some_classes_when_they_are_listed():
     model = roughened(Middle(nn.ReLU()))
-    structure = Structure.trace(model, VECTOR)
-    small = build(model, structure, structure.subnet(channels={structure.classes: [1, 3]}))
+    structure = trace_structure(model, VECTOR)
+    small = build_module(model, structure, structure.subnet(channels={structure.classes: [1, 3]}))
     x = torch.randn(2, 8)
     torch.testing.assert_close(small(x), model(x)[:, [1, 3]])
 
 
 @given(size=st.integers(1, 10**5), numerator=st.integers(1, 1000))
 def test_a_width_keeps_as_many_channels_as_its_share_rounded_up(size, numerator):
-    assert leading(size, numerator / 1000) == -(-size * numerator // 1000)
+    assert count_leading(size, numerator / 1000) == -(-size * numerator // 1000)
 
 
 @given(size=st.integers(1, 10**4), width=st.floats(1e-12, 1))
 def test_every_width_keeps_at_least_one_channel_and_at_most_all(size, width):
-    assert 1 <= leading(size, width) <= size
+    assert 1 <= count_leading(size, width) <= size
 
 
 @pytest.mark.parametrize("width", [0.5, 0.3, 0.01, 1 / 3])
@@ -81,14 +83,17 @@ def test_a_width_keeps_leading_channels_of_every_group(structure, width):
     subnet = structure.subnet(width)
     for name, group in structure.groups.items():
         count = math.ceil(width * group.size) if group.is_cut else group.size
-        assert structure.kept(subnet, name) == count
+        assert structure.kept_count(subnet, name) == count
         if count < group.size:
             assert subnet.channels(name).tolist() == list(range(count))
 
 
 def test_a_group_can_have_a_width_of_its_own(structure):
     subnet = structure.subnet({"hidden": 0.5})
-    assert (structure.kept(subnet, "hidden"), structure.kept(subnet, "first")) == (4, 12)
+    assert (structure.kept_count(subnet, "hidden"), structure.kept_count(subnet, "first")) == (
+        4,
+        12,
+    )
 
 
 def test_listed_channels_replace_those_of_the_width(structure):
@@ -122,28 +127,28 @@ class Spectrum(nn.Module):
 
 def test_an_operation_that_cannot_be_followed_is_named_with_its_module_and_the_remedy():
     with pytest.raises(StructureError, match=r"'function' uses .*fft.*exclude=\['function'\]"):
-        Structure.trace(Middle(Spectrum()), VECTOR)
+        trace_structure(Middle(Spectrum()), VECTOR)
 
 
 def test_an_operation_of_the_model_itself_has_another_remedy():
     with pytest.raises(StructureError, match=r"'Middle' uses .*fft.*module of its own"):
-        Structure.trace(Middle(lambda x: torch.fft.fft(x).real), VECTOR)
+        trace_structure(Middle(lambda x: torch.fft.fft(x).real), VECTOR)
 
 
 def test_an_excluded_module_and_what_it_meets_are_shared_whole():
     model = roughened(Middle(Spectrum()))
-    structure = Structure.trace(model, VECTOR, exclude=["function"])
+    structure = trace_structure(model, VECTOR, exclude=["function"])
     assert structure.cut_groups() == ["first"]
     subnet = structure.subnet(0.5)
     x = torch.randn(2, 8)
     torch.testing.assert_close(
-        build(model, structure, subnet)(x), masked(model, structure, subnet)(x)
+        build_module(model, structure, subnet)(x), mask_model(model, structure, subnet)(x)
     )
 
 
 def test_excluding_an_unknown_module_is_refused():
     with pytest.raises(StructureError, match="'neck', which the model does not have"):
-        Structure.trace(Middle(nn.ReLU()), VECTOR, exclude=["neck"])
+        trace_structure(Middle(nn.ReLU()), VECTOR, exclude=["neck"])
 
 
 class Keyword(nn.Module):
@@ -162,7 +167,7 @@ class Keyword(nn.Module):
 
 
 def test_a_module_that_is_called_by_keyword_can_be_excluded():
-    structure = Structure.trace(Middle(Keyword()), VECTOR, exclude=["function.inner"])
+    structure = trace_structure(Middle(Keyword()), VECTOR, exclude=["function.inner"])
     assert structure.cut_groups() == ["first"]
 
 
@@ -185,7 +190,7 @@ PLACED = {
 @pytest.mark.parametrize("name", PLACED)
 def test_channels_whose_place_matters_are_never_cut(name):
     with pytest.warns(StructureWarning):
-        structure = Structure.trace(Middle(PLACED[name]), VECTOR)
+        structure = trace_structure(Middle(PLACED[name]), VECTOR)
     assert structure.cut_groups() == ["first"]
 
 
@@ -193,7 +198,7 @@ def test_images_whose_channels_come_last_in_memory_are_like_others():
     torch.manual_seed(0)
     model = plain_cnn()
     last = IMAGE.contiguous(memory_format=torch.channels_last)
-    found, expected = (Structure.trace(model, example) for example in (last, IMAGE))
+    found, expected = (trace_structure(model, example) for example in (last, IMAGE))
     assert found.axes == expected.axes
     assert found.is_exact
 
@@ -204,7 +209,7 @@ def test_one_value_of_all_channels_does_not_depend_on_their_places(how):
         found = getattr(x, how)(dim=1, keepdim=True)
         return x * (found if isinstance(found, Tensor) else found.values)
 
-    structure = Structure.trace(Middle(function), VECTOR)
+    structure = trace_structure(Middle(function), VECTOR)
     assert structure.cut_groups() == ["first", "hidden"]
     assert not structure.is_exact  # a channel of zeros may be the largest
 
@@ -212,7 +217,7 @@ def test_one_value_of_all_channels_does_not_depend_on_their_places(how):
 def test_a_size_in_the_code_is_refused_with_the_place_and_the_remedy():
     model = Middle(lambda x: x.view(len(x), 4, 2).transpose(1, 2).reshape(-1, 8))
     with pytest.raises(StructureError, match=r"'Middle' says.*module of its own"):
-        Structure.trace(model, VECTOR)
+        trace_structure(model, VECTOR)
 
 
 class Reshaping(nn.Module):
@@ -222,15 +227,15 @@ class Reshaping(nn.Module):
 
 def test_a_module_with_a_size_in_its_code_works_when_excluded():
     with pytest.raises(StructureError, match=r"exclude=\['function'\]"):
-        Structure.trace(Middle(Reshaping()), VECTOR)
-    assert Structure.trace(Middle(Reshaping()), VECTOR, exclude=["function"]).cut_groups() == [
+        trace_structure(Middle(Reshaping()), VECTOR)
+    assert trace_structure(Middle(Reshaping()), VECTOR, exclude=["function"]).cut_groups() == [
         "first"
     ]
 
 
 def test_a_model_without_hidden_channels_is_refused():
     with pytest.raises(StructureError, match="no channels of Linear can be cut"):
-        Structure.trace(nn.Linear(8, 3), VECTOR)
+        trace_structure(nn.Linear(8, 3), VECTOR)
 
 
 def test_a_model_that_gives_no_tensors_is_refused():
@@ -243,17 +248,17 @@ def test_a_model_that_gives_no_tensors_is_refused():
             return str(self.net(x))
 
     with pytest.raises(StructureError, match="holds no tensors"):
-        Structure.trace(Silent(), VECTOR)
+        trace_structure(Silent(), VECTOR)
 
 
 def test_noise_that_the_model_draws_disturbs_nothing():
     model = Middle(lambda x: x + torch.randn_like(x))
-    assert Structure.trace(model, VECTOR).cut_groups() == ["first", "hidden"]
+    assert trace_structure(model, VECTOR).cut_groups() == ["first", "hidden"]
 
 
 def test_a_number_that_no_output_depends_on_is_no_scale():
     _, structure = structured("attention with attributes, equal numbers")
-    found = {size.attribute for size in structure.sizes}
+    found = {size.attribute for size in structure.size_attributes}
     assert "scale" in found
     assert not found & {"drop_rate", "heads"}
 
@@ -299,12 +304,12 @@ DECLARED = {"hidden.weight": ("h", None), "hidden.bias": ("h",), "last.weight": 
 
 def test_a_declared_structure_is_cut_as_stated():
     model = roughened(Sized())
-    structure = Structure.declare(model, DECLARED, sizes={"width": "h"}, example=VECTOR)
+    structure = declare_structure(model, DECLARED, sizes={"width": "h"}, example=VECTOR)
     subnet = structure.subnet(channels={"h": [0, 4]})
-    small = build(model, structure, subnet)
+    small = build_module(model, structure, subnet)
     assert small.width == 2
     x = torch.randn(3, 8)
-    torch.testing.assert_close(small(x), masked(model, structure, subnet)(x))
+    torch.testing.assert_close(small(x), mask_model(model, structure, subnet)(x))
 
 
 def test_declared_outputs_are_not_cut_and_statistics_are_known():
@@ -312,12 +317,12 @@ def test_declared_outputs_are_not_cut_and_statistics_are_known():
     axes = {f"1.{n}": ("h",) for n in ("weight", "bias", "running_mean", "running_var")}
     axes |= {"0.weight": ("h", None), "0.bias": ("h",)}
     axes |= {"2.weight": ("y", "h"), "2.bias": ("y",)}
-    structure = Structure.declare(model, axes, classes="y", example=torch.zeros(2, 8))
+    structure = declare_structure(model, axes, classes="y", example=torch.zeros(2, 8))
     assert structure.classes == "y"
     assert structure.cut_groups() == ["h"]
     assert structure.statistics == {"1.running_mean", "1.running_var"}
     with pytest.raises(StructureError, match="'z', which no axis follows"):
-        Structure.declare(model, axes, classes="z")
+        declare_structure(model, axes, classes="z")
 
 
 @pytest.mark.parametrize(
@@ -333,4 +338,4 @@ def test_declared_outputs_are_not_cut_and_statistics_are_known():
 )
 def test_a_wrong_declaration_is_refused(axes, sizes, message):
     with pytest.raises(StructureError, match=message):
-        Structure.declare(Sized(), axes, sizes=sizes, example=VECTOR)
+        declare_structure(Sized(), axes, sizes=sizes, example=VECTOR)

@@ -9,11 +9,13 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedquilt.structure.check import masked
-from fedquilt.structure.cut import build, load, take
-from fedquilt.structure.groups import Structure, leading
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.cut import build_module, copy_subnet_tensors, load_tensors
+from fedquilt.structure.groups import count_leading
+from fedquilt.structure.mask import mask_model
+from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import named_tensors, tensors_in
+from fedquilt.structure.tensors import find_tensors, named_tensors
 
 from .nets import (
     ACROSS,
@@ -42,7 +44,7 @@ def some_channels(structure: Structure, width: float | None, seed: int) -> Subne
     for name in structure.cut_groups():
         size = structure.groups[name].size
         any_number = int(torch.randint(1, size + 1, (), generator=generator))
-        count = leading(size, width) if width else any_number
+        count = count_leading(size, width) if width else any_number
         kept[name] = torch.randperm(size, generator=generator)[:count].tolist()
     return structure.subnet(channels=kept)
 
@@ -50,7 +52,7 @@ def some_channels(structure: Structure, width: float | None, seed: int) -> Subne
 def assert_equal_outputs(left: nn.Module, right: nn.Module, example: object, seed: int = 0) -> None:
     inputs = inputs_for(example, seed)
     with torch.no_grad():
-        pairs = zip(tensors_in(left(*inputs)), tensors_in(right(*inputs)), strict=True)
+        pairs = zip(find_tensors(left(*inputs)), find_tensors(right(*inputs)), strict=True)
         for a, b in pairs:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
@@ -62,7 +64,7 @@ def test_a_subnet_of_any_channels_equals_the_masked_supernet(name, seed):
     model, structure = structured(name)
     assert structure.is_exact
     subnet = some_channels(structure, None, seed)
-    small, whole = build(model, structure, subnet), masked(model, structure, subnet)
+    small, whole = build_module(model, structure, subnet), mask_model(model, structure, subnet)
     assert_equal_outputs(small, whole, EXACT[name].example, seed)
 
 
@@ -72,7 +74,7 @@ def test_a_subnet_of_any_channels_equals_the_masked_supernet(name, seed):
 def test_a_subnet_of_leading_channels_equals_the_masked_supernet(name, width):
     model, structure = structured(name)
     subnet = structure.subnet(width)
-    small, whole = build(model, structure, subnet), masked(model, structure, subnet)
+    small, whole = build_module(model, structure, subnet), mask_model(model, structure, subnet)
     assert_equal_outputs(small, whole, EXACT[name].example)
 
 
@@ -85,28 +87,30 @@ def test_where_statistics_run_over_channels_a_subnet_equals_the_net_of_that_widt
     model, structure = structured(name)
     assert not structure.is_exact
     subnet = some_channels(structure, width, seed)
-    params = take(named_tensors(model), structure, subnet)
+    params = copy_subnet_tensors(named_tensors(model), structure, subnet)
     constructed = ACROSS[name].at(params).eval()
     assume(named_tensors(constructed).keys() == params.keys())  # PyTorch packs some sizes
-    load(constructed, params)
-    assert_equal_outputs(build(model, structure, subnet), constructed, ACROSS[name].example, seed)
+    load_tensors(constructed, params)
+    assert_equal_outputs(
+        build_module(model, structure, subnet), constructed, ACROSS[name].example, seed
+    )
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_any_channels_of_each_group_can_be_kept(name):
     model, structure = structured(name)
     inputs = inputs_for(ZOO[name].example)
-    shapes = [out.shape for out in tensors_in(model(*inputs))]
+    shapes = [out.shape for out in find_tensors(model(*inputs))]
     for seed in range(5):
-        small = build(model, structure, some_channels(structure, None, seed))
-        assert [out.shape for out in tensors_in(small(*inputs))] == shapes
+        small = build_module(model, structure, some_channels(structure, None, seed))
+        assert [out.shape for out in find_tensors(small(*inputs))] == shapes
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_a_subnet_can_be_trained(name):
     model, structure = structured(name)
-    small = build(model, structure, structure.subnet(0.3)).train()
-    sum(out.sum() for out in tensors_in(small(*inputs_for(ZOO[name].example)))).backward()
+    small = build_module(model, structure, structure.subnet(0.3)).train()
+    sum(out.sum() for out in find_tensors(small(*inputs_for(ZOO[name].example)))).backward()
     used = [p for n, p in small.named_parameters() if n != "spare"]
     assert all(p.grad is not None and p.grad.shape == p.shape for p in used)
 
@@ -156,11 +160,13 @@ def test_random_convolutional_nets_equal_their_masked_supernet(layers, norm, is_
         net.extend([block(kind, sizes[i], channels), NORMS[norm](channels), nn.ReLU()])
     end = [nn.Flatten(), nn.Linear(16 * sizes[-1], CLASSES)] if is_flat else head(sizes[-1])
     model = roughened(net.extend(end), seed)
-    structure = Structure.trace(model, IMAGE)
+    structure = trace_structure(model, IMAGE)
     assert structure.is_exact
     assert sum(structure.groups[name].size for name in structure.cut_groups()) >= 5
     subnet = some_channels(structure, None, seed)
-    assert_equal_outputs(build(model, structure, subnet), masked(model, structure, subnet), IMAGE)
+    assert_equal_outputs(
+        build_module(model, structure, subnet), mask_model(model, structure, subnet), IMAGE
+    )
 
 
 @given(
@@ -177,9 +183,9 @@ def test_random_transformers_equal_the_net_of_that_width(
 ):
     assume((heads, head_dim) != (2, 2))  # one of the two numbers cannot be told from the other
     model = roughened(ViT(style, heads * head_dim, heads, head_dim, hidden), seed)
-    structure = Structure.trace(model, IMAGE)
+    structure = trace_structure(model, IMAGE)
     subnet = some_channels(structure, width, seed)
-    params = take(named_tensors(model), structure, subnet)
+    params = copy_subnet_tensors(named_tensors(model), structure, subnet)
     constructed = vit_at(style, heads)(params).eval()
-    load(constructed, params)
-    assert_equal_outputs(build(model, structure, subnet), constructed, IMAGE)
+    load_tensors(constructed, params)
+    assert_equal_outputs(build_module(model, structure, subnet), constructed, IMAGE)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedquilt.structure.groups import Structure
-from fedquilt.structure.layout import channels_last, lay_out, takes_channels_last
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.layout import supports_channels_last, to_channels_last, use_channels_last
 
 IMAGE = torch.randn(2, 1, 6, 6)
 
@@ -34,38 +34,38 @@ def flattening() -> nn.Module:
 def test_a_model_that_flattens_takes_channels_last_and_computes_the_same():
     torch.manual_seed(0)
     model = flattening().eval()
-    assert Structure.trace(model, IMAGE).channels_last
+    assert trace_structure(model, IMAGE).channels_last
     expected = model(IMAGE)
-    lay_out(model)
+    use_channels_last(model)
     torch.testing.assert_close(model(IMAGE), expected)
 
 
 @pytest.mark.parametrize("only_in_training", [False, True])
 def test_a_model_that_views_does_not(only_in_training):
     model = Viewing(only_in_training=only_in_training)
-    assert not takes_channels_last(model, IMAGE)
-    assert not Structure.trace(model, IMAGE).channels_last
+    assert not supports_channels_last(model, IMAGE)
+    assert not trace_structure(model, IMAGE).channels_last
 
 
 def test_only_images_are_laid_out():
-    assert not takes_channels_last(nn.Linear(3, 2), torch.zeros(2, 3))
+    assert not supports_channels_last(nn.Linear(3, 2), torch.zeros(2, 3))
     rows, numbers = torch.zeros(2, 3), torch.zeros(2, 3, 4, 4, dtype=torch.int64)
-    assert channels_last((rows, numbers))[0] is rows
-    assert channels_last((rows, numbers))[1] is numbers
+    assert to_channels_last((rows, numbers))[0] is rows
+    assert to_channels_last((rows, numbers))[1] is numbers
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_channel_axis_is_the_fastest_in_memory(channels):
-    (image,) = channels_last((torch.randn(2, channels, 5, 4),))
+    (image,) = to_channels_last((torch.randn(2, channels, 5, 4),))
     assert image.stride() == (5 * 4 * channels, 1, 4 * channels, channels)
-    assert channels_last((image,))[0].data_ptr() == image.data_ptr()  # no copy
+    assert to_channels_last((image,))[0].data_ptr() == image.data_ptr()  # no copy
 
 
 def test_looking_leaves_the_model_and_the_random_stream_alone():
     model = nn.Sequential(flattening(), nn.Dropout(0.5))
     before = {n: t.clone() for n, t in model.state_dict().items()}
     torch.manual_seed(5)
-    takes_channels_last(model, IMAGE)
+    supports_channels_last(model, IMAGE)
     drawn = torch.rand(1)
     torch.manual_seed(5)
     assert torch.equal(drawn, torch.rand(1))
@@ -75,11 +75,11 @@ def test_looking_leaves_the_model_and_the_random_stream_alone():
 
 def test_small_strided_pointwise_convolutions_are_trained_with_channels_first():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1, stride=2), nn.Flatten())
-    assert takes_channels_last(net, torch.zeros(2, 3, 6, 6))
+    assert supports_channels_last(net, torch.zeros(2, 3, 6, 6))
     narrow = nn.Sequential(nn.Conv2d(3, 7, 3), nn.ReLU(), nn.Conv2d(7, 8, 1, stride=2))
-    assert not takes_channels_last(narrow, torch.zeros(2, 3, 6, 6))
+    assert not supports_channels_last(narrow, torch.zeros(2, 3, 6, 6))
     seen = []
-    lay_out(narrow)
+    use_channels_last(narrow)
     narrow[0].register_forward_hook(lambda layer, inputs, output: seen.append(inputs[0].stride()))
     narrow(torch.zeros(2, 3, 6, 6))
     assert seen == [torch.zeros(2, 3, 6, 6).stride()]

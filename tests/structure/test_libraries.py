@@ -10,10 +10,10 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from fedquilt.structure.cost import cost
-from fedquilt.structure.cut import build
-from fedquilt.structure.groups import Structure
-from fedquilt.structure.trace import named_tensors
+from fedquilt.structure.cost import compute_cost
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.cut import build_module
+from fedquilt.structure.tensors import named_tensors
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
 PIXELS = torch.zeros(2, 3, 16, 16)
@@ -81,17 +81,19 @@ def test_layers_of_the_library_are_blocks_and_channels_are_cut(name):
     make, example, stack = NETS[name]
     torch.manual_seed(0)
     model = Logits(make()).eval()
-    structure = Structure.trace(model, example)
+    structure = trace_structure(model, example)
     assert list(structure.blocks) == [f"{stack}.{i}" for i in range(3)]
     shallow = structure.subnet(width=0.5, depth=0.5)
     assert shallow.skipped == (f"{stack}.2",)
-    small = build(model, structure, shallow)
+    small = build_module(model, structure, shallow)
     assert small(example).shape == model(example).shape
     assert not any(n.startswith(f"{stack}.2.") for n in named_tensors(small))
-    whole = cost(model, structure, structure.subnet(), example)
-    assert cost(model, structure, structure.subnet(0.5), example).params < 0.5 * whole.params
+    whole = compute_cost(model, structure, structure.subnet(), example)
+    assert (
+        compute_cost(model, structure, structure.subnet(0.5), example).params < 0.5 * whole.params
+    )
 
-    without = build(model, structure, structure.subnet().skipping(f"{stack}.1"))
+    without = build_module(model, structure, structure.subnet().without_blocks(f"{stack}.1"))
     layer = model.get_submodule(f"{stack}.1")
 
     def answer_the_input(module: nn.Module, given: Any, output: Any) -> Any:

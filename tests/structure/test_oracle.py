@@ -9,7 +9,7 @@ import torch
 import torch_pruning as tp
 from torch import nn
 
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.structure import Structure
 
 from .nets import EXACT, structured
 

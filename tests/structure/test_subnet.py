@@ -9,17 +9,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedquilt.errors import StructureError
-from fedquilt.structure.cut import build, cells, load, take
-from fedquilt.structure.groups import STATISTICS, Structure
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.cut import build_module, copy_subnet_tensors, index_cells, load_tensors
+from fedquilt.structure.structure import STATISTICS, Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import call_with, named_tensors
+from fedquilt.structure.tensors import call_with_tensors, named_tensors
 
 from .nets import EXACT, IMAGE, TOKENS, ZOO, inputs_for, plain_cnn, roughened, structured
 
 names = st.text(min_size=1, max_size=12)
 channels = st.sets(st.integers(0, 300), min_size=1, max_size=40)
 subnets = st.builds(
-    lambda kept, without, own, owner: Subnet.of(kept).leaving(*without).owning(owner, *own),
+    lambda kept, without, own, owner: (
+        Subnet.from_channels(kept).excluding(*without).with_private(owner, *own)
+    ),
     st.dictionaries(names, channels, max_size=4),
     st.lists(names, max_size=3),
     st.lists(names, max_size=3),
@@ -35,7 +38,7 @@ def cnn() -> nn.Module:
 
 @pytest.fixture
 def structure(cnn) -> Structure:
-    return Structure.trace(cnn, IMAGE)
+    return trace_structure(cnn, IMAGE)
 
 
 @given(subnet=subnets)
@@ -47,7 +50,7 @@ def test_encoding_and_decoding_a_subnet_is_the_identity(subnet):
 
 @given(kept=st.dictionaries(names, channels, min_size=1, max_size=4))
 def test_a_subnet_gives_back_its_channels_in_order(kept):
-    subnet = Subnet.of(kept)
+    subnet = Subnet.from_channels(kept)
     assert {group: subnet.channels(group).tolist() for group in kept} == {
         group: sorted(some) for group, some in kept.items()
     }
@@ -55,41 +58,49 @@ def test_a_subnet_gives_back_its_channels_in_order(kept):
 
 
 def test_subnets_of_the_same_channels_are_equal_however_they_were_made():
-    assert Subnet.of({"b": [2, 0], "a": [1]}) == Subnet.of({"a": [1]}).keeping("b", [0, 2])
-    assert Subnet.of({"a": [1]}) != Subnet.of({"a": [1]}).leaving("x")
-    assert Subnet.of({"a": [1]}) != Subnet.of({"a": [0]})
+    assert Subnet.from_channels({"b": [2, 0], "a": [1]}) == Subnet.from_channels(
+        {"a": [1]}
+    ).restricted_to("b", [0, 2])
+    assert Subnet.from_channels({"a": [1]}) != Subnet.from_channels({"a": [1]}).excluding("x")
+    assert Subnet.from_channels({"a": [1]}) != Subnet.from_channels({"a": [0]})
 
 
 def test_leading_channels_need_few_bytes_and_others_a_bit_each():
-    assert len(Subnet.of({"a": range(4000)}).encode()) < 40
-    assert len(Subnet.of({"a": range(0, 4000, 2)}).encode()) < 1100
+    assert len(Subnet.from_channels({"a": range(4000)}).encode()) < 40
+    assert len(Subnet.from_channels({"a": range(0, 4000, 2)}).encode()) < 1100
 
 
 def test_a_subnet_prints_what_it_is():
-    subnet = Subnet.of({"a": range(3), "b": [0, 2]}).leaving("*.bias").owning("half", STATISTICS)
+    subnet = (
+        Subnet.from_channels({"a": range(3), "b": [0, 2]})
+        .excluding("*.bias")
+        .with_private("half", STATISTICS)
+    )
     expected = "Subnet(a: first 3; b: 0,2; without *.bias; own :statistics of half)"
     assert repr(subnet) == expected
 
 
 def test_negative_channels_are_refused():
     with pytest.raises(ValueError, match="counted from 0"):
-        Subnet.of({"a": [-1]})
+        Subnet.from_channels({"a": [-1]})
 
 
 @pytest.mark.parametrize("kept", [{"neck": [0]}, {"0": [8]}, {"0": []}])
 def test_a_subnet_of_another_model_is_refused(structure, kept):
     with pytest.raises(StructureError, match=r"no width group|has channels 0 to 7"):
-        cells(structure, Subnet.of(kept))
+        index_cells(structure, Subnet.from_channels(kept))
 
 
 def test_the_whole_subnet_takes_everything(cnn, structure):
-    taken = take(cnn.state_dict(), structure, structure.subnet(1))
+    taken = copy_subnet_tensors(cnn.state_dict(), structure, structure.subnet(1))
     assert taken.keys() == cnn.state_dict().keys()
     assert all(torch.equal(taken[name], value) for name, value in cnn.state_dict().items())
 
 
 def test_taken_tensors_are_the_chosen_cells(cnn, structure):
-    taken = take(cnn.state_dict(), structure, structure.subnet(channels={"0": [1, 5], "4": [2]}))
+    taken = copy_subnet_tensors(
+        cnn.state_dict(), structure, structure.subnet(channels={"0": [1, 5], "4": [2]})
+    )
     assert torch.equal(taken["4.weight"], cnn[4].weight[[2]][:, [1, 5]])
     assert torch.equal(taken["1.running_var"], cnn[1].running_var[[1, 5]])
     assert torch.equal(taken["9.weight"], cnn[9].weight[:, [2]])
@@ -99,7 +110,7 @@ def test_taken_tensors_are_the_chosen_cells(cnn, structure):
 @pytest.mark.parametrize("width", [1, 0.5])
 def test_taking_copies_and_leaves_its_argument_as_it_was(cnn, structure, width):
     params = {name: value.clone() for name, value in cnn.state_dict().items()}
-    for value in take(params, structure, structure.subnet(width)).values():
+    for value in copy_subnet_tensors(params, structure, structure.subnet(width)).values():
         value.add_(1)
     assert all(torch.equal(params[name], value) for name, value in cnn.state_dict().items())
 
@@ -107,7 +118,7 @@ def test_taking_copies_and_leaves_its_argument_as_it_was(cnn, structure, width):
 @pytest.mark.parametrize("name", ZOO)
 def test_a_built_subnet_is_smaller_and_shares_no_memory_with_the_model(name):
     model, structure = structured(name)
-    small = build(model, structure, structure.subnet(0.5))
+    small = build_module(model, structure, structure.subnet(0.5))
     count, whole = (sum(p.numel() for p in m.parameters()) for m in (small, model))
     assert count < whole
     memory = {t.untyped_storage().data_ptr() for t in named_tensors(model).values()}
@@ -115,7 +126,7 @@ def test_a_built_subnet_is_smaller_and_shares_no_memory_with_the_model(name):
 
 
 def test_half_the_width_has_the_parameters_of_the_net_constructed_so(cnn, structure):
-    small = build(cnn, structure, structure.subnet(0.5))
+    small = build_module(cnn, structure, structure.subnet(0.5))
     constructed = plain_cnn(a=4, b=6)
     assert {n: t.shape for n, t in small.state_dict().items()} == {
         n: t.shape for n, t in constructed.state_dict().items()
@@ -132,7 +143,7 @@ def test_tracing_leaves_model_and_random_numbers_as_they_were(name, is_training)
     before = {n: t.clone() for n, t in named_tensors(model).items()}
     identities = [id(p) for p in model.parameters()]
     numbers = torch.get_rng_state()
-    Structure.trace(model, EXACT[name].example)
+    trace_structure(model, EXACT[name].example)
     assert torch.equal(torch.get_rng_state(), numbers)
     assert [m.training for m in model.modules()] == flags
     assert [id(p) for p in model.parameters()] == identities
@@ -145,17 +156,17 @@ def test_tracing_leaves_model_and_random_numbers_as_they_were(name, is_training)
 
 def test_tied_weights_stay_tied_in_the_built_module():
     model = EXACT["tied words"].make()
-    structure = Structure.trace(model, TOKENS)
-    small = build(model, structure, structure.subnet(0.5))
+    structure = trace_structure(model, TOKENS)
+    small = build_module(model, structure, structure.subnet(0.5))
     assert small.decode.weight is small.embed.weight
     assert small.decode.weight.shape == (20, 4)
 
 
 def test_a_module_with_two_names_is_one_module_in_the_built_one():
     model = EXACT["shared modules"].make()
-    structure = Structure.trace(model, IMAGE)
+    structure = trace_structure(model, IMAGE)
     assert not [name for name in structure.axes if name.startswith(("second", "again"))]
-    small = build(model, structure, structure.subnet(0.5))
+    small = build_module(model, structure, structure.subnet(0.5))
     assert small.again is small.mixed
     assert small.second[0] is small.first[1]
     assert small.second[0].weight.shape == (4, 4, 3, 3)
@@ -169,20 +180,20 @@ def test_a_call_with_other_tensors_uses_them_in_all_places_and_leaves_the_model(
     inputs = inputs_for(case.example)
     own = dict(model.named_parameters(remove_duplicate=False))
     before = model(*inputs)
-    assert call_with(model, named_tensors(other), inputs).equal(other(*inputs))
+    assert call_with_tensors(model, named_tensors(other), inputs).equal(other(*inputs))
     some = {next(iter(own)): next(other.parameters())}  # the rest stay the model's
     with torch.no_grad():
         one, first = case.make().eval(), next(iter(own))
         one.load_state_dict(model.state_dict())
         one.get_parameter(first).copy_(some[first])
-    assert call_with(model, some, inputs).equal(one(*inputs))
+    assert call_with_tensors(model, some, inputs).equal(one(*inputs))
     assert all(model.get_parameter(n) is p for n, p in own.items())
     assert model(*inputs).equal(before)
 
 
 def test_frozen_parameters_stay_frozen_in_the_built_module(cnn, structure):
     cnn[0].weight.requires_grad_(False)
-    small = build(cnn, structure, structure.subnet(0.5))
+    small = build_module(cnn, structure, structure.subnet(0.5))
     assert not small[0].weight.requires_grad
     assert small[4].weight.requires_grad
 
@@ -190,35 +201,39 @@ def test_frozen_parameters_stay_frozen_in_the_built_module(cnn, structure):
 def test_own_tensors_come_from_their_owner_and_start_from_the_shared_ones(cnn, structure):
     params = dict(cnn.state_dict())
     params["1.running_mean@0.5"] = torch.arange(8.0)
-    subnet = structure.subnet(0.5).owning("0.5", STATISTICS)
-    taken = take(params, structure, subnet)
+    subnet = structure.subnet(0.5).with_private("0.5", STATISTICS)
+    taken = copy_subnet_tensors(params, structure, subnet)
     assert taken["1.running_mean"].tolist() == [0, 1, 2, 3]
     assert torch.equal(taken["1.running_var"], params["1.running_var"][:4])
-    assert torch.equal(build(cnn, structure, subnet, params)[1].running_mean, torch.arange(4.0))
-    other = take(params, structure, structure.subnet(0.5).owning("0.25", STATISTICS))
+    assert torch.equal(
+        build_module(cnn, structure, subnet, params)[1].running_mean, torch.arange(4.0)
+    )
+    other = copy_subnet_tensors(
+        params, structure, structure.subnet(0.5).with_private("0.25", STATISTICS)
+    )
     assert torch.equal(other["1.running_mean"], params["1.running_mean"][:4])
 
 
 def test_tensors_that_a_pattern_leaves_out_are_not_taken_but_built(cnn, structure):
-    subnet = structure.subnet(0.5).leaving("*.bias", STATISTICS)
-    taken = take(cnn.state_dict(), structure, subnet)
+    subnet = structure.subnet(0.5).excluding("*.bias", STATISTICS)
+    taken = copy_subnet_tensors(cnn.state_dict(), structure, subnet)
     left_out = {n for n in cnn.state_dict() if n.endswith(".bias") or ".running_" in n}
     assert left_out
     assert taken.keys() == cnn.state_dict().keys() - left_out
-    assert torch.equal(build(cnn, structure, subnet)[0].bias, cnn[0].bias[:4])
+    assert torch.equal(build_module(cnn, structure, subnet)[0].bias, cnn[0].bias[:4])
 
 
 def test_loading_writes_the_given_tensors_and_no_others(cnn, structure):
     subnet = structure.subnet(0.5)
-    small = build(cnn, structure, subnet)
-    load(small, {"0.bias": torch.arange(4.0)})
+    small = build_module(cnn, structure, subnet)
+    load_tensors(small, {"0.bias": torch.arange(4.0)})
     assert small[0].bias.tolist() == [0, 1, 2, 3]
     assert torch.equal(small[4].bias, cnn[4].bias[:6])
 
 
 GROUPS, SIZE, BLOCKS = "abc", 6, "xyz"
 parts = st.builds(
-    lambda kept, skipped: Subnet.of(kept).skipping(*skipped),
+    lambda kept, skipped: Subnet.from_channels(kept).without_blocks(*skipped),
     st.dictionaries(st.sampled_from(GROUPS), st.sets(st.integers(0, SIZE - 1), min_size=1)),
     st.sets(st.sampled_from(BLOCKS)),
 )
@@ -232,7 +247,7 @@ def channels_of(subnet: Subnet, group: str) -> set[int]:
 @given(subnet=parts, others=st.lists(parts, min_size=1, max_size=4), data=st.data())
 def test_within_others_a_subnet_has_what_it_has_and_enough_of_them_have(subnet, others, data):
     holders = data.draw(st.integers(1, len(others)))
-    found = subnet.within(*others, holders=holders)
+    found = subnet.shared_by(*others, holders=holders)
     for group in GROUPS:
         held = {
             channel
@@ -243,19 +258,27 @@ def test_within_others_a_subnet_has_what_it_has_and_enough_of_them_have(subnet, 
     for block in BLOCKS:
         count = sum(block not in other.skipped for other in others)
         assert (block not in found.skipped) == (block not in subnet.skipped and count >= holders)
-    assert found == subnet.within(*reversed(others), holders=holders)
-    assert holders > 1 or found == subnet.within(*others)
+    assert found == subnet.shared_by(*reversed(others), holders=holders)
+    assert holders > 1 or found == subnet.shared_by(*others)
 
 
 def test_within_narrow_and_wide_nets_the_widest_of_each_group_stays():
-    narrow = Subnet.of({"a": range(2), "b": range(5)}).skipping("x", "y")
-    wide = Subnet.of({"a": range(3)}).skipping("y")
-    assert Subnet().within(narrow, wide) == wide
-    assert Subnet.of({"c": range(4)}).within(narrow, wide) == wide.keeping("c", range(4))
-    assert Subnet.of({"a": [0]}).within(narrow, wide) == Subnet.of({"a": [0]}).skipping("y")
+    narrow = Subnet.from_channels({"a": range(2), "b": range(5)}).without_blocks("x", "y")
+    wide = Subnet.from_channels({"a": range(3)}).without_blocks("y")
+    assert Subnet().shared_by(narrow, wide) == wide
+    assert Subnet.from_channels({"c": range(4)}).shared_by(narrow, wide) == wide.restricted_to(
+        "c", range(4)
+    )
+    assert Subnet.from_channels({"a": [0]}).shared_by(narrow, wide) == Subnet.from_channels(
+        {"a": [0]}
+    ).without_blocks("y")
 
 
 def test_within_others_what_is_left_out_and_owned_stays():
-    subnet = Subnet.of({"a": range(4)}).leaving("*.bias").owning("half", STATISTICS)
-    found = subnet.within(Subnet.of({"a": [1, 5]}).leaving("*"), Subnet.of({"a": [2]}))
-    assert found == subnet.keeping("a", [1, 2])
+    subnet = (
+        Subnet.from_channels({"a": range(4)}).excluding("*.bias").with_private("half", STATISTICS)
+    )
+    found = subnet.shared_by(
+        Subnet.from_channels({"a": [1, 5]}).excluding("*"), Subnet.from_channels({"a": [2]})
+    )
+    assert found == subnet.restricted_to("a", [1, 2])

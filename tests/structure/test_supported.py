@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import StructureError
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.create import declare_structure, trace_structure
 
 from .nets import VECTOR
 
@@ -66,9 +66,9 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence(name):
     model = make()
     data = (torch.randn(8, 8), torch.arange(8) % 5)
     for attempt in (
-        lambda: Structure.trace(model, VECTOR),
-        lambda: Structure.declare(model, {}),
-        lambda: fq.train(model, VECTOR, fq.FedAvg(), fq.clients([data]), rounds=1, workers=0),
+        lambda: trace_structure(model, VECTOR),
+        lambda: declare_structure(model, {}),
+        lambda: fq.train(model, VECTOR, fq.FedAvg(), fq.make_clients([data]), rounds=1, workers=0),
     ):
         with pytest.raises(StructureError, match=message) as problem:
             attempt()
@@ -79,7 +79,7 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence(name):
 def test_lazy_layers_that_have_run_are_layers():
     model = lazy()
     model(VECTOR)
-    assert Structure.trace(model, VECTOR).cut_groups() == ["0"]
+    assert trace_structure(model, VECTOR).cut_groups() == ["0"]
 
 
 def test_buffers_that_share_a_table_are_written_like_others(tmp_path):
@@ -96,7 +96,7 @@ def test_buffers_that_share_a_table_are_written_like_others(tmp_path):
             return self.lin(x) * self.table.mean() * self.scale
 
     model = nn.Sequential(Scaled(), nn.ReLU(), Scaled(), nn.Linear(8, 5))
-    data = fq.clients([(torch.randn(8, 8), torch.arange(8) % 5)], budgets=[1.0])
+    data = fq.make_clients([(torch.randn(8, 8), torch.arange(8) % 5)], budgets=[1.0])
     run = fq.train(model, VECTOR, fq.FedAvg(), data, rounds=1, workers=0, out=tmp_path / "run")
     assert model[0].table.data_ptr() == model[2].table.data_ptr()  # the model given is as it was
     net = run.customize()
@@ -121,4 +121,4 @@ class Halves(nn.Module):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_parts_of_one_memory_are_tensors_like_others(axis):
-    assert Structure.trace(Halves(axis), VECTOR).cut_groups() == ["first"]
+    assert trace_structure(Halves(axis), VECTOR).cut_groups() == ["first"]

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedquilt.data.examples import as_examples
-from fedquilt.structure.groups import Structure
-from fedquilt.structure.trace import named_tensors
-from fedquilt.training.recipe import Workbench
+from fedquilt.data import to_examples
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.context import ClientContext
 
 LABELS = {0: (0, 1, 2, 3), 1: (1, 3), 2: (2,)}
 
@@ -36,7 +37,7 @@ def examples(labels: tuple[int, ...], count: int, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 1, 5, 5, generator=generator)
     y = torch.tensor([labels[i % len(labels)] for i in range(count)])
-    return as_examples((x, y))
+    return to_examples((x, y))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,7 +57,7 @@ def net() -> nn.Module:
 
 @pytest.fixture(scope="session")
 def structure(net: nn.Module) -> Structure:
-    return Structure.trace(net, torch.zeros(2, 1, 5, 5))
+    return trace_structure(net, torch.zeros(2, 1, 5, 5))
 
 
 @pytest.fixture(scope="session")
@@ -67,13 +68,13 @@ def data() -> dict[str, dict[int, Any]]:
 
 
 @pytest.fixture
-def bench(net: nn.Module, structure: Structure, data: Any) -> Workbench:
-    return Workbench(net, structure, data)
+def context(net: nn.Module, structure: Structure, data: Any) -> ClientContext:
+    return ClientContext(net, structure, data)
 
 
 @pytest.fixture
-def fresh_bench(net: nn.Module, structure: Structure, data: Any) -> Callable[[], Workbench]:
-    return lambda: Workbench(net, structure, data)
+def fresh_bench(net: nn.Module, structure: Structure, data: Any) -> Callable[[], ClientContext]:
+    return lambda: ClientContext(net, structure, data)
 
 
 @pytest.fixture

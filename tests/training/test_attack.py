@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedquilt.data import Normalise
+from fedquilt.data import Normalization
 from fedquilt.errors import ConfigError
-from fedquilt.training.attack import PGD, frozen
+from fedquilt.training.attack import PGD, frozen_model
 
 ROUNDING = 1e-6
 
@@ -62,19 +62,19 @@ def test_the_attack_is_foolboxs(epsilon, steps, step_size):
     net, (x, y) = classifier(), pixels(1)
     attack = PGD(epsilon, steps, step_size, random_start=False)
     expected = foolbox_attack(net, x, y, epsilon, attack.step, steps)
-    torch.testing.assert_close(attack.perturbed(net, x, y), expected, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(attack.perturb(net, x, y), expected, rtol=0, atol=ROUNDING)
 
 
 def test_on_normalised_inputs_it_is_the_attack_on_the_pixels():
-    scale = Normalise((0.49, 0.3, 0.6), (0.2, 0.05, 0.5))
+    scale = Normalization((0.49, 0.3, 0.6), (0.2, 0.05, 0.5))
     net, (x, y) = classifier(channels=3), pixels(2, channels=3)
     attack = PGD(0.1, 5, 0.03, random_start=False, scale=scale)
     preprocessing = {"mean": scale.mean, "std": scale.std, "axis": -3}
     expected = foolbox_attack(net, x, y, 0.1, 0.03, 5, preprocessing=preprocessing)
     normalised = scale(x)
-    found = attack.perturbed(net, normalised, y)
+    found = attack.perturb(net, normalised, y)
     torch.testing.assert_close(found, scale(expected), rtol=0, atol=1e-5)
-    start = PGD(0.1, 5, 0.03, scale=scale).perturbed(net, normalised, y, torch.Generator())
+    start = PGD(0.1, 5, 0.03, scale=scale).perturb(net, normalised, y, torch.Generator())
     back = start * torch.tensor(scale.std).view(-1, 1, 1) + torch.tensor(scale.mean).view(-1, 1, 1)
     assert (back - x).abs().amax((0, 2, 3)).sub(0.1).abs().max() < 1e-5  # in every channel
     assert back.min() > -ROUNDING
@@ -97,7 +97,7 @@ def test_what_it_finds_is_in_the_ball_and_in_the_range(
     net, (x, y) = classifier(), pixels(seed, count=4)
     attack = PGD(epsilon, steps, step_size, random_start, low, high)
     seen = []
-    found = attack.perturbed(
+    found = attack.perturb(
         lambda x: (seen.append(x.detach()), net(x))[1], x, y, torch.Generator().manual_seed(seed)
     )
     assert len(seen) == steps
@@ -118,7 +118,7 @@ def test_a_random_start_is_uniform_in_the_ball():
     def indifferent(x):
         return 0 * x[:, :2]  # so the attack stays where it starts
 
-    moved = PGD(0.1).perturbed(indifferent, x, y, torch.Generator().manual_seed(0)) - x
+    moved = PGD(0.1).perturb(indifferent, x, y, torch.Generator().manual_seed(0)) - x
     assert moved.min() < -0.0999
     assert moved.max() > 0.0999
     assert moved.mean().abs() < 1e-3
@@ -129,7 +129,7 @@ def test_what_it_finds_depends_on_the_generator_only():
     net, (x, y) = classifier(), pixels(3)
 
     def found(seed):
-        return PGD().perturbed(net, x, y, torch.Generator().manual_seed(seed))
+        return PGD().perturb(net, x, y, torch.Generator().manual_seed(seed))
 
     first = found(1)
     torch.rand(17)
@@ -143,8 +143,8 @@ def test_what_it_finds_depends_on_the_generator_only():
 def test_an_example_is_attacked_the_same_in_any_company():
     net, (x, y) = classifier(), pixels(4)
     attack = PGD(random_start=False)
-    alone = torch.cat([attack.perturbed(net, x[i : i + 1], y[i : i + 1]) for i in range(len(y))])
-    torch.testing.assert_close(attack.perturbed(net, x, y), alone, rtol=0, atol=ROUNDING)
+    alone = torch.cat([attack.perturb(net, x[i : i + 1], y[i : i + 1]) for i in range(len(y))])
+    torch.testing.assert_close(attack.perturb(net, x, y), alone, rtol=0, atol=ROUNDING)
 
 
 def test_the_attack_fools_a_net_and_hurts_more_than_noise():
@@ -152,17 +152,17 @@ def test_the_attack_fools_a_net_and_hurts_more_than_noise():
     y = (x[:, 0, 2, 2] > 0.5).long() + 2 * (x[:, 0, 1, 1] > 0.5).long()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(25, 64), nn.ReLU(), nn.Linear(64, 4)).double()
-    optimiser = torch.optim.Adam(net.parameters(), lr=0.01)
+    local_training = torch.optim.Adam(net.parameters(), lr=0.01)
     for _ in range(150):
-        optimiser.zero_grad()
+        local_training.zero_grad()
         F.cross_entropy(net(x), y).backward()
-        optimiser.step()
+        local_training.step()
 
     def accuracy(inputs):
         return (net(inputs).argmax(1) == y).double().mean().item()
 
     generator = torch.Generator().manual_seed(0)
-    attacked = accuracy(PGD(0.1).perturbed(net, x, y, generator))
+    attacked = accuracy(PGD(0.1).perturb(net, x, y, generator))
     noise = torch.rand(x.shape, generator=generator, dtype=x.dtype)
     assert accuracy(x) > 0.95
     assert attacked < accuracy((x + 0.1 * (2 * noise - 1)).clamp(0, 1)) - 0.2
@@ -172,7 +172,7 @@ def test_parameters_and_inputs_are_left_alone():
     net, (x, y) = classifier(), pixels(6)
     before, state = x.clone(), copy.deepcopy(net.state_dict())
     x.requires_grad_()
-    found = PGD().perturbed(net, x, y, torch.Generator())
+    found = PGD().perturb(net, x, y, torch.Generator())
     assert x.grad is None
     assert x.detach().equal(before)
     assert found.data_ptr() != x.data_ptr()
@@ -183,9 +183,9 @@ def test_parameters_and_inputs_are_left_alone():
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_the_attack_works_where_gradients_are_off(mode):
     net, (x, y) = classifier(), pixels(7)
-    expected = PGD().perturbed(net, x, y, torch.Generator().manual_seed(1))
+    expected = PGD().perturb(net, x, y, torch.Generator().manual_seed(1))
     with mode():
-        found = PGD().perturbed(net, x + 0, y + 0, torch.Generator().manual_seed(1))
+        found = PGD().perturb(net, x + 0, y + 0, torch.Generator().manual_seed(1))
     assert found.equal(expected)
     assert not found.is_inference()
 
@@ -195,17 +195,17 @@ def test_logits_may_have_more_axes():
     net = nn.Linear(5, 3)
     x, y = torch.rand(2, 4, 5), torch.randint(3, (2, 4))
     attack = PGD(random_start=False)
-    rows = attack.perturbed(net, x.flatten(0, 1), y.flatten()).view(2, 4, 5)
-    assert attack.perturbed(net, x, y).equal(rows)
+    rows = attack.perturb(net, x.flatten(0, 1), y.flatten()).view(2, 4, 5)
+    assert attack.perturb(net, x, y).equal(rows)
 
 
 def test_inputs_out_of_range_are_refused_with_the_remedy():
     net, (x, y) = classifier(), pixels(8)
-    with pytest.raises(ConfigError, match=r"pixels in \[0.0, 1.0\].*scale=Normalise"):
-        PGD().perturbed(net, (x - 0.5) / 0.25, y)
-    PGD().perturbed(net, x + 1e-5, y)  # rounding is no offence
-    scale = Normalise((0.5,), (0.25,))
-    PGD(scale=scale).perturbed(net, scale(x), y)
+    with pytest.raises(ConfigError, match=r"pixels in \[0.0, 1.0\].*scale=Normalization"):
+        PGD().perturb(net, (x - 0.5) / 0.25, y)
+    PGD().perturb(net, x + 1e-5, y)  # rounding is no offence
+    scale = Normalization((0.5,), (0.25,))
+    PGD(scale=scale).perturb(net, scale(x), y)
 
 
 @pytest.mark.parametrize("wrong", [
@@ -223,10 +223,10 @@ def test_the_default_step_is_the_public_codes():
 
 
 def test_an_attack_can_be_sent_and_compared():
-    attack = PGD(scale=Normalise((0.5,), (0.2,)))
-    attack.perturbed(classifier(), attack.scale(pixels(0)[0]), pixels(0)[1])
+    attack = PGD(scale=Normalization((0.5,), (0.2,)))
+    attack.perturb(classifier(), attack.scale(pixels(0)[0]), pixels(0)[1])
     assert pickle.loads(pickle.dumps(attack)) == attack
-    assert len({attack, PGD(scale=Normalise((0.5,), (0.2,))), PGD()}) == 2
+    assert len({attack, PGD(scale=Normalization((0.5,), (0.2,))), PGD()}) == 2
 
 
 def flags(model):
@@ -244,7 +244,7 @@ def test_a_model_is_frozen_and_then_exactly_as_it_was(fails):
     before = flags(net)
 
     def use():
-        with frozen(net):
+        with frozen_model(net):
             assert not any(m.training for m in net.modules())
             assert not any(p.requires_grad for p in net.parameters())
             if fails:
@@ -262,6 +262,6 @@ def test_a_model_is_frozen_and_then_exactly_as_it_was(fails):
 def test_a_frozen_model_keeps_its_statistics():
     net, (x, y) = classifier().train(), pixels(9)
     state = copy.deepcopy(net.state_dict())
-    with frozen(net):
-        PGD().perturbed(net, x, y, torch.Generator())
+    with frozen_model(net):
+        PGD().perturb(net, x, y, torch.Generator())
     assert all(t.equal(state[n]) for n, t in net.state_dict().items())

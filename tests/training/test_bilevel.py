@@ -11,16 +11,18 @@ import torch
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.data.examples import as_examples
+from fedquilt.data import to_examples
 from fedquilt.errors import ConfigError, TrainingError
-from fedquilt.federation.client import Task, seed_of
-from fedquilt.structure.trace import named_tensors
+from fedquilt.federation.client import Task, derive_seed
+from fedquilt.structure.tensors import named_tensors
 from fedquilt.training import bilevel
 from fedquilt.training.bilevel import SHARES, Bilevel
-from fedquilt.training.recipe import Workbench
-from fedquilt.training.sampling import divergence, rates
+from fedquilt.training.context import ClientContext
+from fedquilt.training.sampling import compute_rates, label_divergence
 
-SETTINGS = fq.Optimiser(lr=0.1, momentum=0.0, weight_decay=0.0, epochs=1, batch_size=30, clip=None)
+SETTINGS = fq.LocalTraining(
+    lr=0.1, momentum=0.0, weight_decay=0.0, epochs=1, batch_size=30, max_grad_norm=None
+)
 EXAMPLE = torch.zeros(2, 1, 4, 4)
 
 
@@ -43,55 +45,55 @@ def traced():
     net = Net()
     with torch.no_grad():
         net.norm.weight.copy_(torch.tensor([0.5, 2.0, -3.0, 0.1, 1.0, 0.7]))
-    return net, fq.Structure.trace(net, EXAMPLE)
+    return net, fq.trace_structure(net, EXAMPLE)
 
 
 @pytest.fixture
-def bench(traced):
+def context(traced):
     net, structure = traced
     generator = torch.Generator().manual_seed(1)
     y = torch.arange(30) % 3
     x = torch.randn(30, 1, 4, 4, generator=generator) + y.view(-1, 1, 1, 1)
-    return Workbench(net, structure, {"train": {0: as_examples((x, y))}})
+    return ClientContext(net, structure, {"train": {0: to_examples((x, y))}})
 
 
 def recipe(**changes):
-    plain = Bilevel(SETTINGS, 0.1, groups=("conv", "hidden"), share=0.8)
+    plain = Bilevel(SETTINGS, 0.1, groups=("conv", "hidden"), keep_fraction=0.8)
     return replace(plain, **changes)
 
 
-def done(bench, recipe, seed=5):
-    task = Task(0, (fq.Subnet(),), named_tensors(bench.model), recipe, seed)
-    bench.to_keep = None
-    return recipe.run(task, bench), bench.to_keep
+def done(context, recipe, seed=5):
+    task = Task(0, (fq.Subnet(),), named_tensors(context.model), recipe, seed)
+    result = recipe.run(task, context)
+    return result.update, result.state
 
 
 def parted(count, seed, validation=0.1):
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed_of(seed, 2)))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(derive_seed(seed, 2)))
     held = max(2, round(validation * count))
     return order[:held], order[held:]
 
 
-def test_one_step_of_shares_goes_down_the_gradient_of_eq_18(bench, traced):
+def test_one_step_of_shares_goes_down_the_gradient_of_eq_18(context, traced):
     """Against the forward pass written out, with gates as numbers."""
     net, _ = traced
-    update, kept = done(bench, recipe(share_lr=0.05, strength=0.3))
+    update, kept = done(context, recipe(keep_lr=0.05, strength=0.3))
     held, _ = parted(30, 5)
-    x, y = bench.examples("train", 0).batch(held)
-    noise = torch.Generator().manual_seed(seed_of(5, 1))
+    x, y = context.examples("train", 0).batch(held)
+    noise = torch.Generator().manual_seed(derive_seed(5, 1))
     importances = {"conv": net.norm.weight.detach().abs(), "hidden": torch.zeros(8)}
     gates = {}
     for group, importance in importances.items():
         uniform = torch.rand(len(importance), generator=noise, dtype=torch.float64)
         uniform[importance.argmax()] = 0
-        gates[group] = (uniform < rates(importance, 0.8, 1.0)).float().requires_grad_()
+        gates[group] = (uniform < compute_rates(importance, 0.8, 1.0)).float().requires_grad_()
     inner = net.norm(net.conv(x)).relu() * gates["conv"].view(-1, 1, 1)
     hidden = net.hidden(inner.flatten(1)).relu() * gates["hidden"]
     loss = nn.functional.cross_entropy(net.classifier(hidden), y)
     slopes = torch.autograd.grad(loss, list(gates.values()))
     expected = []
     for (_group, importance), slope in zip(importances.items(), slopes, strict=True):
-        p = rates(importance, 0.8, 1.0)
+        p = compute_rates(importance, 0.8, 1.0)
         spread = p * (1 - p)
         implicit = len(p) * float((slope.double() * spread).sum() / spread.sum())
         expected.append(0.8 - 0.05 * (implicit + 2 * 0.3 * 0.8))
@@ -99,103 +101,109 @@ def test_one_step_of_shares_goes_down_the_gradient_of_eq_18(bench, traced):
     assert update.metrics["share"] == pytest.approx(sum(expected) / 2, rel=1e-4)
 
 
-def test_what_goes_back_are_the_most_important_channels_and_nothing_else(bench, traced):
+def test_what_goes_back_are_the_most_important_channels_and_nothing_else(context, traced):
     _, structure = traced
-    update, _ = done(bench, recipe(share=0.5, share_lr=0.0))
+    update, _ = done(context, recipe(keep_fraction=0.5, keep_lr=0.0))
     (subnet,), (tensors,) = update.subnets, update.params
     assert subnet.channels("conv").tolist() == [1, 2, 4]  # the largest |γ|, before and after
-    assert structure.kept(subnet, "hidden") == 4
+    assert structure.kept_count(subnet, "hidden") == 4
     assert tensors["conv.weight"].shape == (3, 1, 3, 3)
     assert tensors["hidden.weight"].shape == (4, 12)
     assert tensors["classifier.weight"].shape == (3, 4)
-    assert structure.kept(done(bench, recipe(share=0.51, share_lr=0.0))[0].subnets[0], "conv") == 4
+    assert (
+        structure.kept_count(
+            done(context, recipe(keep_fraction=0.51, keep_lr=0.0))[0].subnets[0], "conv"
+        )
+        == 4
+    )
 
 
-def test_shares_learn_from_validation_data_and_weights_from_the_rest(bench, traced):
+def test_shares_learn_from_validation_data_and_weights_from_the_rest(context, traced):
     net, structure = traced
     still = replace(SETTINGS, lr=1e-30)  # nothing moves
-    data = bench.examples("train", 0)
+    data = context.examples("train", 0)
 
     def spoiled(rows):
         x, y = data.batch(torch.arange(30))
         x = x.clone()
         x[rows, :, 0] += 3.0  # not everywhere: normalisation would take that away
-        return Workbench(net, structure, {"train": {0: as_examples((x, y))}})
+        return ClientContext(net, structure, {"train": {0: to_examples((x, y))}})
 
     held, rest = parted(30, 5)
-    held_ones = Workbench(net, structure, {"train": {0: data}})
+    held_ones = ClientContext(net, structure, {"train": {0: data}})
     shares = {
-        name: done(b, recipe(optimiser=still, lr=0.0))[1][SHARES]
+        name: done(b, recipe(local_training=still, lr=0.0))[1][SHARES]
         for name, b in (("as is", held_ones), ("held", spoiled(held)), ("rest", spoiled(rest)))
     }
     assert torch.equal(shares["as is"], shares["rest"])
     assert not torch.equal(shares["as is"], shares["held"])
     weights = {
-        name: done(b, recipe(share=1.0, share_lr=0.0))[0].params[0]["classifier.weight"]
+        name: done(b, recipe(keep_fraction=1.0, keep_lr=0.0))[0].params[0]["classifier.weight"]
         for name, b in (("as is", held_ones), ("held", spoiled(held)), ("rest", spoiled(rest)))
     }
     assert torch.equal(weights["as is"], weights["held"])
     assert not torch.equal(weights["as is"], weights["rest"])
 
 
-def test_with_all_shares_at_one_the_weights_are_those_of_plain_training(bench, traced):
+def test_with_all_shares_at_one_the_weights_are_those_of_plain_training(context, traced):
     net, structure = traced
-    update, _ = done(bench, recipe(share=1.0, share_lr=0.0))
+    update, _ = done(context, recipe(keep_fraction=1.0, keep_lr=0.0))
     _, rest = parted(30, 5)
-    data = bench.examples("train", 0).select(rest.numpy())
-    plain = fq.SGD(SETTINGS, 0.1)
+    data = context.examples("train", 0).select(rest.numpy())
+    plain = fq.LocalSGD(SETTINGS, 0.1)
     task = Task(0, (fq.Subnet(),), named_tensors(net), plain, 5)
     # one batch of everything, so that the order of rows does not matter
-    expected = plain.run(task, Workbench(net, structure, {"train": {0: data}})).params[0]
+    expected = plain.run(task, ClientContext(net, structure, {"train": {0: data}})).update.params[0]
     assert update.subnets == (fq.Subnet(),)
     for name, tensor in update.params[0].items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_client_goes_on_from_its_own_shares_or_starts_anew(bench):
-    bench.kept = {SHARES: torch.tensor([0.4, 0.9]), "other": torch.ones(1)}
-    update, kept = done(bench, recipe(share_lr=0.0))
+def test_a_client_goes_on_from_its_own_shares_or_starts_anew(context):
+    state = {SHARES: torch.tensor([0.4, 0.9]), "other": torch.ones(1)}
+    context = context.for_client(state)
+    update, kept = done(context, recipe(keep_lr=0.0))
     assert kept[SHARES].tolist() == pytest.approx([0.4, 0.9])
     assert kept["other"].equal(torch.ones(1))
     assert update.metrics["share"] == pytest.approx(0.65)
-    update, kept = done(bench, recipe(share_lr=0.0, persistent=False))
+    update, kept = done(context, recipe(keep_lr=0.0, persistent=False))
     assert kept is None
     assert update.metrics["share"] == pytest.approx(0.8)
 
 
-def test_clients_count_alike_or_by_their_examples(bench):
+def test_clients_count_alike_or_by_their_examples(context):
     """Eq. 19, or Eq. 1; validation data are data too."""
-    assert done(bench, recipe())[0].weight == 1
-    assert done(bench, recipe(by_examples=True))[0].weight == 30
+    assert done(context, recipe())[0].weight == 1
+    assert done(context, recipe(by_examples=True))[0].weight == 30
 
 
-def test_shares_stay_within_their_limits(bench):
-    low = done(bench, recipe(share_lr=1.0, strength=50.0, least=0.25))[1][SHARES]
+def test_shares_stay_within_their_limits(context):
+    low = done(context, recipe(keep_lr=1.0, strength=50.0, min_fraction=0.25))[1][SHARES]
     assert low.tolist() == [0.25, 0.25]
-    high = done(bench, recipe(share_lr=1.0, strength=-50.0))[1][SHARES]
+    high = done(context, recipe(keep_lr=1.0, strength=-50.0))[1][SHARES]
     assert high.tolist() == [1.0, 1.0]
 
 
-def test_the_weight_of_the_shares_follows_the_labels(bench):
-    data = bench.examples("train", 0)
+def test_the_weight_of_the_shares_follows_the_labels(context):
+    data = context.examples("train", 0)
     assert recipe().penalty(data, 3) == pytest.approx(0.5)
     assert recipe(strength=0.2).penalty(data, 3) == 0.2
     skewed = data.select(np.array([0, 3, 6, 9, 1]))  # labels 0 0 0 0 1
-    assert recipe().penalty(skewed, 3) == pytest.approx(0.5 + divergence(np.array([4, 1, 0])))
+    assert recipe().penalty(skewed, 3) == pytest.approx(0.5 + label_divergence(np.array([4, 1, 0])))
 
 
 @pytest.mark.parametrize("importance", ["slimming", "lrp"])
-def test_the_same_seed_gives_the_same_bits_and_another_does_not(bench, importance):
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(context, importance):
     settings = recipe(importance=importance)
-    one, two, other = (done(bench, settings, seed=s)[0] for s in (5, 5, 6))
+    one, two, other = (done(context, settings, seed=s)[0] for s in (5, 5, 6))
     assert one.subnets == two.subnets
     assert all(one.params[0][n].equal(two.params[0][n]) for n in one.params[0])
     assert one.metrics == two.metrics != other.metrics
 
 
-def test_modules_are_left_without_gates(bench):
-    done(bench, recipe())
-    module = bench.module(fq.Subnet(), named_tensors(bench.model))
+def test_modules_are_left_without_gates(context):
+    done(context, recipe())
+    module = context.module(fq.Subnet(), named_tensors(context.model))
     assert not any(layer._forward_pre_hooks for layer in list(module.modules())[1:])
 
 
@@ -208,11 +216,12 @@ def test_relevance_finds_the_channels_that_matter_where_scales_and_activations_d
         net.classifier.weight.abs_()[:, :4] = 0
     y = torch.arange(30) % 3
     x = torch.randn(30, 1, 4, 4, generator=torch.Generator().manual_seed(1)) + y.view(-1, 1, 1, 1)
-    bench = Workbench(net, structure, {"train": {0: as_examples((x, y))}})
+    context = ClientContext(net, structure, {"train": {0: to_examples((x, y))}})
     still = replace(SETTINGS, lr=1e-30)  # nothing moves
     chosen = {
         word: done(
-            bench, recipe(optimiser=still, lr=0.0, share=0.5, share_lr=0.0, importance=word)
+            context,
+            recipe(local_training=still, lr=0.0, keep_fraction=0.5, keep_lr=0.0, importance=word),
         )[0].subnets[0]
         for word in ("slimming", "lrp")
     }
@@ -222,17 +231,21 @@ def test_relevance_finds_the_channels_that_matter_where_scales_and_activations_d
     assert chosen["lrp"].channels("hidden").tolist() == [4, 5, 6, 7]
 
 
-def test_relevance_is_that_of_validation_data_before_every_epoch_and_at_the_end(bench, monkeypatch):
-    seen, real = [], bilevel.relevances
+def test_relevance_is_that_of_validation_data_before_every_epoch_and_at_the_end(
+    context, monkeypatch
+):
+    seen, real = [], bilevel.compute_relevance
 
     def watched(module, structure, groups, x, y):
         seen.append((x, real(module, structure, groups, x, y)))
         return seen[-1][1]
 
-    monkeypatch.setattr(bilevel, "relevances", watched)
+    monkeypatch.setattr(bilevel, "compute_relevance", watched)
     twice = replace(SETTINGS, epochs=2)
-    update, _ = done(bench, recipe(optimiser=twice, share=0.5, share_lr=0.0, importance="lrp"))
-    expected, _ = bench.examples("train", 0).batch(parted(30, 5)[0])
+    update, _ = done(
+        context, recipe(local_training=twice, keep_fraction=0.5, keep_lr=0.0, importance="lrp")
+    )
+    expected, _ = context.examples("train", 0).batch(parted(30, 5)[0])
     assert len(seen) == 3
     assert all(x.equal(expected) for x, _ in seen)
     assert not seen[0][1]["conv"].equal(seen[-1][1]["conv"])
@@ -241,16 +254,16 @@ def test_relevance_is_that_of_validation_data_before_every_epoch_and_at_the_end(
         assert update.subnets[0].channels(group).tolist() == best.tolist()
 
 
-def test_relevance_is_in_means_of_its_group(bench, monkeypatch):
+def test_relevance_is_in_means_of_its_group(context, monkeypatch):
     """So that the softness is to it what it is to scales of normalisation."""
-    drawn, real = [], bilevel.gates
+    drawn, real = [], bilevel.sample_gates
 
     def watched(share, importance, softness, noise):
         drawn.append(importance)
         return real(share, importance, softness, noise)
 
-    monkeypatch.setattr(bilevel, "gates", watched)
-    done(bench, recipe(importance="lrp"))
+    monkeypatch.setattr(bilevel, "sample_gates", watched)
+    done(context, recipe(importance="lrp"))
     assert [len(b) for b in drawn] == [6, 8] * 2
     for importance in drawn:
         assert float(importance.mean()) == pytest.approx(1.0, rel=1e-5)
@@ -265,12 +278,12 @@ def test_an_importance_that_there_is_not_is_refused():
 @pytest.mark.parametrize("importance", ["slimming", "lrp"])
 def test_a_client_with_one_example_trains_on_it(traced, importance):
     net, structure = traced
-    data = as_examples((torch.rand(1, 1, 4, 4), torch.tensor([2])))
-    bench = Workbench(net, structure, {"train": {0: data}})
-    update, _ = done(bench, recipe(importance=importance))
+    data = to_examples((torch.rand(1, 1, 4, 4), torch.tensor([2])))
+    context = ClientContext(net, structure, {"train": {0: data}})
+    update, _ = done(context, recipe(importance=importance))
     assert update.metrics["examples"] == 1
 
 
-def test_a_client_whose_training_diverged_says_so(bench):
+def test_a_client_whose_training_diverged_says_so(context):
     with pytest.raises(TrainingError, match="not finite any more"):
-        done(bench, recipe(lr=1e30, optimiser=replace(SETTINGS, batch_size=5)))
+        done(context, recipe(lr=1e30, local_training=replace(SETTINGS, batch_size=5)))

@@ -9,33 +9,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedquilt.data.examples import Normalise, as_examples
+from fedquilt.data import Normalization, to_examples
 from fedquilt.federation.client import SERVER, Task
-from fedquilt.structure.cut import build
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.cut import build_module
+from fedquilt.structure.derive import make_uncut_structure, restrict_structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import named_tensors
+from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.attack import PGD
-from fedquilt.training.dualnorm import DualNorm, dual, has_dial
+from fedquilt.training.context import ClientContext
+from fedquilt.training.dualnorm import DualNorm, has_dial, make_dual
 from fedquilt.training.evaluate import Evaluate
-from fedquilt.training.recipe import Workbench
-from fedquilt.training.tracking import untracked
+from fedquilt.training.tracking import without_running_stats
 
 
 def logits_of(net, structure, params, width, examples):
-    module = build(net, structure, structure.subnet(width), params).eval()
+    module = build_module(net, structure, structure.subnet(width), params).eval()
     with torch.no_grad():
         return module(examples.batch(torch.arange(len(examples)))[0])
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 250])
 def test_hits_and_loss_are_those_of_the_built_models(
-    net, structure, bench, data, params, batch_size
+    net, structure, context, data, params, batch_size
 ):
     widths = (1.0, 0.5, 0.1)
     recipe = Evaluate(batch_size=batch_size)
     task = Task(SERVER, tuple(structure.subnet(w) for w in widths), params, recipe, 0)
-    update = recipe.run(task, bench)
+    update = recipe.run(task, context).update
     examples = data["test"][SERVER]
     for i, width in enumerate(widths):
         logits = logits_of(net, structure, params, width, examples)
@@ -46,11 +47,11 @@ def test_hits_and_loss_are_those_of_the_built_models(
     assert (update.subnets, update.params, update.weight) == ((), (), 0.0)
 
 
-def test_parts_add_up_to_the_whole(structure, bench, params):
+def test_parts_add_up_to_the_whole(structure, context, params):
     subnets = (structure.subnet(0.5),)
 
     def metrics(recipe):
-        return recipe.run(Task(SERVER, subnets, params, recipe, 0), bench).metrics
+        return recipe.run(Task(SERVER, subnets, params, recipe, 0), context).update.metrics
 
     whole = metrics(Evaluate())
     parts = [metrics(Evaluate(part=p, parts=8)) for p in range(8)]
@@ -59,23 +60,23 @@ def test_parts_add_up_to_the_whole(structure, bench, params):
     assert sum(metrics(Evaluate(part=p, parts=40))["examples"] for p in range(40)) == 21
 
 
-def test_local_accuracy_never_answers_a_foreign_class(net, structure, bench, data, params):
+def test_local_accuracy_never_answers_a_foreign_class(net, structure, context, data, params):
     biased = {**params, "classifier.bias": torch.tensor([50.0, -60.0, 50.0, -60.0])}
     recipe = Evaluate(labels=(1, 3))
     task = Task(1, (structure.subnet(1.0),), biased, recipe, 0)
     examples = data["test"][1]
     logits = logits_of(net, structure, biased, 1.0, examples)
     answers = torch.where(logits[:, 1] >= logits[:, 3], 1, 3)
-    metrics = recipe.run(task, bench).metrics
+    metrics = recipe.run(task, context).update.metrics
     assert metrics["local:0"] == (answers == examples.labels).sum() > 0
     assert metrics["hits:0"] == 0
-    free = Evaluate().run(task, bench).metrics
+    free = Evaluate().run(task, context).update.metrics
     assert {n: v for n, v in metrics.items() if n != "local:0"} == free
 
 
-def test_a_client_can_be_asked_about_the_servers_data(structure, bench, params):
+def test_a_client_can_be_asked_about_the_servers_data(structure, context, params):
     recipe = Evaluate(of=SERVER)
-    update = recipe.run(Task(1, (structure.subnet(1.0),), params, recipe, 0), bench)
+    update = recipe.run(Task(1, (structure.subnet(1.0),), params, recipe, 0), context).update
     assert update.metrics["examples"] == 21
 
 
@@ -101,7 +102,7 @@ class Little(nn.Module):
 def pixels(count: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(count, 1, 5, 5, generator=generator)
-    return as_examples((x, torch.randint(3, (count,), generator=generator)))
+    return to_examples((x, torch.randint(3, (count,), generator=generator)))
 
 
 class Bases:
@@ -120,13 +121,14 @@ class Bases:
                         tensor.mul_(torch.rand(tensor.shape) * 3)
                 net.out.bias -= net(pixels(31, 50).inputs).mean(0)  # so that no class always wins
             self.nets.append(net)
-        self.structure = Structure.trace(Little(), torch.zeros(2, 1, 5, 5)).uncut(self.nets[0])
+        whole = trace_structure(Little(), torch.zeros(2, 1, 5, 5))
+        self.structure = make_uncut_structure(self.nets[0], whole)
         self.params = {
             f"{n}@{i}": t.detach()
             for i, b in enumerate(self.nets)
             for n, t in named_tensors(b).items()
         }
-        self.subnets = tuple(Subnet().owning(str(i), "*") for i in range(count))
+        self.subnets = tuple(Subnet().with_private(str(i), "*") for i in range(count))
         test = pixels(31, 50)
         with torch.no_grad():  # mostly right answers, so that an attack can spoil some
             right = self.says(range(count), test.inputs).argmax(1)
@@ -134,8 +136,8 @@ class Bases:
         self.data = {"test": {0: replace(test, labels=labels)}, "validation": {0: pixels(8, 51)}}
 
     def metrics(self, recipe, seed: int = 4):
-        bench = Workbench(self.nets[0], self.structure, self.data)
-        return recipe.run(Task(0, self.subnets, self.params, recipe, seed), bench).metrics
+        context = ClientContext(self.nets[0], self.structure, self.data)
+        return recipe.run(Task(0, self.subnets, self.params, recipe, seed), context).update.metrics
 
     def says(self, mix, x: Tensor) -> Tensor:
         return sum(self.nets[i](x) for i in mix) / len(mix)
@@ -146,7 +148,7 @@ MIXES = ((0, 1, 2), (0, 1), (0,), (2, 1))
 
 def test_a_mix_answers_with_the_mean_of_its_subnets_logits():
     bases = Bases()
-    recipe = Evaluate(mixes=MIXES, batch_size=7, labels=(0, 2))
+    recipe = Evaluate(ensembles=MIXES, batch_size=7, labels=(0, 2))
     metrics, examples = bases.metrics(recipe), bases.data["test"][0]
     for i, mix in enumerate(MIXES):
         with torch.no_grad():
@@ -156,14 +158,14 @@ def test_a_mix_answers_with_the_mean_of_its_subnets_logits():
         assert metrics[f"loss:{i}"] == pytest.approx(loss, rel=1e-5)
         own = torch.where(logits[:, 0] >= logits[:, 2], 0, 2)
         assert metrics[f"local:{i}"] == (own == examples.labels).sum()
-    alone, named = bases.metrics(Evaluate()), bases.metrics(Evaluate(mixes=((0,), (1,), (2,))))
+    alone, named = bases.metrics(Evaluate()), bases.metrics(Evaluate(ensembles=((0,), (1,), (2,))))
     assert alone == named  # by default every subnet stands alone
 
 
 def test_every_subnet_is_asked_once_a_batch_whatever_the_number_of_mixes():
     bases = Bases()
     Little.asked = 0
-    bases.metrics(Evaluate(mixes=MIXES * 5, batch_size=16))
+    bases.metrics(Evaluate(ensembles=MIXES * 5, batch_size=16))
     assert Little.asked == 3 * 2
 
 
@@ -194,13 +196,13 @@ class Flat(nn.Module):
 def test_a_last_example_alone_is_normalised_with_those_before_it(count, parts):
     """One example is no batch: its normalised features would all be zero, and PyTorch refuses."""
     torch.manual_seed(0)
-    net = untracked(Flat()).eval()
-    structure = Structure.trace(Flat(), torch.zeros(2, 4)).among(net)
+    net = without_running_stats(Flat()).eval()
+    structure = restrict_structure(trace_structure(Flat(), torch.zeros(2, 4)), net)
     x, y = torch.randn(count, 4), torch.arange(count) % 3
-    bench = Workbench(net, structure, {"test": {0: as_examples((x, y))}})
+    context = ClientContext(net, structure, {"test": {0: to_examples((x, y))}})
     recipe = Evaluate(batch_size=4)
     params = {n: t.detach() for n, t in named_tensors(net).items()}
-    metrics = recipe.run(Task(0, (Subnet(),), params, recipe, 0), bench).metrics
+    metrics = recipe.run(Task(0, (Subnet(),), params, recipe, 0), context).update.metrics
     with torch.no_grad():
         logits = torch.cat([net(some) for some in x.split(parts)])
     assert metrics["loss:0"] == pytest.approx(F.cross_entropy(logits, y, reduction="sum").item())
@@ -226,7 +228,7 @@ def attacked_by_hand(model, x, y, epsilon, steps, generator, low=0.0, high=1.0, 
 
 def test_robust_hits_are_those_on_inputs_that_were_attacked_through_the_whole_mix():
     bases, mixes = Bases(), ((0, 1, 2), (1,))
-    recipe = Evaluate(mixes=mixes, batch_size=12, attack=PGD(epsilon=0.1, steps=3))
+    recipe = Evaluate(ensembles=mixes, batch_size=12, attack=PGD(epsilon=0.1, steps=3))
     metrics, examples = bases.metrics(recipe, seed=8), bases.data["test"][0]
     generator = torch.Generator().manual_seed(8)
     hits = [0, 0]
@@ -247,9 +249,9 @@ def test_robust_hits_are_those_on_inputs_that_were_attacked_through_the_whole_mi
 
 def test_an_attack_is_on_pixels_however_inputs_are_scaled():
     bases = Bases()
-    plain, scale = bases.data["test"][0], Normalise((0.4,), (0.5,))
+    plain, scale = bases.data["test"][0], Normalization((0.4,), (0.5,))
     bases.data["test"] = {0: replace(plain, scale=scale)}
-    recipe = Evaluate(mixes=((0, 1),), attack=PGD(epsilon=0.05, steps=2))
+    recipe = Evaluate(ensembles=((0, 1),), attack=PGD(epsilon=0.05, steps=2))
     metrics = bases.metrics(recipe, seed=2)
     x, y = (plain.inputs - 0.4) / 0.5, plain.labels
     generator = torch.Generator().manual_seed(2)
@@ -271,8 +273,8 @@ def blended(net: nn.Module, x: Tensor, share: float) -> Tensor:
 
 
 def test_the_dial_blends_the_two_normalisations_of_every_net_of_a_mix():
-    bases, mixes, dials = Bases(dual), ((0, 1, 2), (1,)), (0.0, 0.3, 1.0)
-    metrics = bases.metrics(Evaluate(mixes=mixes, robustness=dials))
+    bases, mixes, dials = Bases(make_dual), ((0, 1, 2), (1,)), (0.0, 0.3, 1.0)
+    metrics = bases.metrics(Evaluate(ensembles=mixes, robustness=dials))
     examples, found = bases.data["test"][0], []
     points = [(share, mix) for share in dials for mix in mixes]  # mixes at the first, then the next
     for i, (share, mix) in enumerate(points):
@@ -282,13 +284,13 @@ def test_the_dial_blends_the_two_normalisations_of_every_net_of_a_mix():
         assert metrics[f"loss:{i}"] == pytest.approx(found[-1], rel=1e-4)
         assert metrics[f"hits:{i}"] == (logits.argmax(1) == examples.labels).sum()
     assert len({round(loss, 3) for loss in found}) == len(found)
-    alone = bases.metrics(Evaluate(mixes=mixes))  # without a word about it: for clean inputs
+    alone = bases.metrics(Evaluate(ensembles=mixes))  # without a word about it: for clean inputs
     assert alone == {n: v for n, v in metrics.items() if n[-1] in "01" or n == "examples"}
 
 
 def test_an_attack_knows_where_the_dial_is():
-    bases = Bases(dual)
-    recipe = Evaluate(mixes=((0, 1),), robustness=(0.2,), attack=PGD(epsilon=0.1, steps=2))
+    bases = Bases(make_dual)
+    recipe = Evaluate(ensembles=((0, 1),), robustness=(0.2,), attack=PGD(epsilon=0.1, steps=2))
     metrics, examples = bases.metrics(recipe, seed=5), bases.data["test"][0]
 
     def model(x):
@@ -301,11 +303,11 @@ def test_an_attack_knows_where_the_dial_is():
 
 
 def test_a_bench_is_left_with_its_dials_at_zero_and_no_gradients():
-    bases = Bases(dual)
-    bench = Workbench(bases.nets[0], bases.structure, bases.data)
+    bases = Bases(make_dual)
+    context = ClientContext(bases.nets[0], bases.structure, bases.data)
     recipe = Evaluate(robustness=(0.2, 0.9), attack=PGD(steps=1))
-    recipe.run(Task(0, bases.subnets, bases.params, recipe, 0), bench)
-    for module in bench.modules(bases.subnets, bases.params):
+    recipe.run(Task(0, bases.subnets, bases.params, recipe, 0), context)
+    for module in context.modules(bases.subnets, bases.params):
         assert {m.robustness for m in module.modules() if isinstance(m, DualNorm)} == {0.0}
         assert all(p.requires_grad and p.grad is None for p in module.parameters())
     assert has_dial(bases.nets[0])
@@ -314,11 +316,11 @@ def test_a_bench_is_left_with_its_dials_at_zero_and_no_gradients():
 
 def test_a_client_that_held_nothing_back_chooses_by_its_training_data():
     data = {"train": {0: "a", 1: "b"}, "test": {0: "t"}, "validation": {1: "v"}}
-    bench = Workbench(None, None, data)
-    assert [bench.examples("validation", c) for c in (0, 1)] == ["a", "v"]
-    assert bench.examples("train", 1) == "b"
+    context = ClientContext(None, None, data)
+    assert [context.examples("validation", c) for c in (0, 1)] == ["a", "v"]
+    assert context.examples("train", 1) == "b"
     with pytest.raises(KeyError):
-        bench.examples("test", 1)
+        context.examples("test", 1)
 
 
 # a target at every position
@@ -344,16 +346,16 @@ class Tagging:
     def __init__(self, rate: float = 0.0) -> None:
         torch.manual_seed(3)
         self.net = Tagger(rate).eval()
-        self.structure = Structure.trace(self.net, torch.zeros(1, 7, dtype=torch.int64))
+        self.structure = trace_structure(self.net, torch.zeros(1, 7, dtype=torch.int64))
         self.params = {n: t.detach() for n, t in named_tensors(self.net).items()}
         generator = torch.Generator().manual_seed(4)
         self.x, self.y = (torch.randint(5, (9, 7), generator=generator) for _ in range(2))
-        self.data = {"test": {0: as_examples((self.x, self.y))}}
+        self.data = {"test": {0: to_examples((self.x, self.y))}}
 
     def metrics(self, recipe, *widths, seed=0):
-        bench = Workbench(self.net, self.structure, self.data)
+        context = ClientContext(self.net, self.structure, self.data)
         subnets = tuple(self.structure.subnet(width) for width in widths)
-        return recipe.run(Task(0, subnets, self.params, recipe, seed), bench).metrics
+        return recipe.run(Task(0, subnets, self.params, recipe, seed), context).update.metrics
 
 
 @pytest.mark.parametrize("batch_size", [1, 20, 128])
@@ -361,7 +363,7 @@ def test_every_target_of_a_sequence_counts(batch_size):
     tagging = Tagging()
     found = tagging.metrics(Evaluate(batch_size=batch_size, labels=(0, 1, 4)), 1.0, 0.5)
     for point, width in enumerate((1.0, 0.5)):
-        module = build(tagging.net, tagging.structure, tagging.structure.subnet(width))
+        module = build_module(tagging.net, tagging.structure, tagging.structure.subnet(width))
         hits = local = loss = 0
         for tokens, tags in zip(tagging.x, tagging.y, strict=True):
             for place in range(7):

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import StructureError
-from fedquilt.models import make
+from fedquilt.models import make_model
 from fedquilt.models.heterofl import PreResNet
-from fedquilt.structure.blocks import Block
-from fedquilt.structure.cut import build
-from fedquilt.structure.trace import named_tensors
+from fedquilt.structure.blocks.block import Block
+from fedquilt.structure.cut import build_module
+from fedquilt.structure.derive import make_uncut_structure
+from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.exit_heads import ImageHead, TokenHead
 from fedquilt.training.exits import (
     ExitLosses,
-    ImageHead,
     MultiExit,
-    TokenHead,
+    find_natural_exits,
     mutual_divergence,
-    natural_exits,
 )
 
 
@@ -157,7 +157,7 @@ def test_gradients_reach_the_net_from_every_exit(case):
 
 
 def structure_of(model: MultiExit) -> fq.Structure:
-    bare = fq.Structure({}, {}, {}).uncut(model)
+    bare = make_uncut_structure(model, fq.Structure({}, {}, {}))
     return fq.Structure(bare.groups, bare.axes, bare.shapes, blocks=model.blocks())
 
 
@@ -171,10 +171,10 @@ def test_fewer_exits_are_the_first_ones_and_cost_less(case):
     assert list(structure.blocks) == every[:0:-1]
     prices = []
     for depth in range(count, 0, -1):
-        subnet = fq.Subnet().skipping(*every[depth:])
-        small = build(model, structure, subnet)
-        prices.append(fq.cost(model, structure, subnet, x))
-        assert set(named_tensors(small)) == set(structure.names(subnet))
+        subnet = fq.Subnet().without_blocks(*every[depth:])
+        small = build_module(model, structure, subnet)
+        prices.append(fq.compute_cost(model, structure, subnet, x))
+        assert set(named_tensors(small)) == set(structure.tensor_names(subnet))
         torch.manual_seed(9)
         for logits, other in zip(copy.deepcopy(small).train()(x), full[:depth], strict=True):
             assert logits.equal(other)
@@ -190,8 +190,8 @@ def test_fewer_exits_are_the_first_ones_and_cost_less(case):
 def test_what_only_a_later_exit_needs_is_gone():
     torch.manual_seed(0)
     model = MultiExit(resnet(), ("blocks.1", "blocks.3", "blocks.5"), IMAGES)
-    model.leave_out("exit4")
-    model.leave_out("exit3")
+    model.drop_exit("exit4")
+    model.drop_exit("exit3")
     assert [name for name, _ in model.net.named_children()] == ["stem", "blocks"]
     assert [name for name, _ in model.net.blocks.named_children()] == ["0", "1", "2", "3"]
     assert list(model.heads) == ["exit1", "exit2"]
@@ -237,17 +237,17 @@ def test_a_tied_weight_stays_under_its_first_name():
 def test_exits_are_left_out_from_the_last_one(name):
     model = MultiExit(chain(), ("3", "7"), IMAGES)
     with pytest.raises(StructureError, match=f"'{name}' is not the last of exit1, exit2, exit3"):
-        model.leave_out(name)
-    model.leave_out("exit3")
-    model.leave_out("exit2")
+        model.drop_exit(name)
+    model.drop_exit("exit3")
+    model.drop_exit("exit2")
     with pytest.raises(StructureError, match="the first one stays"):
-        model.leave_out("exit1")
+        model.drop_exit("exit1")
 
 
 def test_a_subnet_without_a_middle_exit_is_refused():
     model = MultiExit(chain(), ("3", "7"), IMAGES)
     with pytest.raises(StructureError, match="from the last one"):
-        build(model, structure_of(model), fq.Subnet().skipping("exit2"))
+        build_module(model, structure_of(model), fq.Subnet().without_blocks("exit2"))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -255,7 +255,7 @@ def test_copies_and_files_of_a_model_answer_alike(depth):
     torch.manual_seed(0)
     model = MultiExit(resnet(), ("blocks.1", "blocks.3", "blocks.5"), IMAGES).eval()
     for exit in model.exits[:depth - 1:-1]:  # fmt: skip
-        model.leave_out(exit)
+        model.drop_exit(exit)
     expected = model(IMAGES)
     for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert same(IMAGES).equal(expected)
@@ -352,19 +352,22 @@ class OneActivation(nn.Module):
         (OneActivation, ("conv1", "conv2")),
         (resnet, ("blocks.1", "blocks.3", "blocks.5")),  # the ends of its stages
         (lambda: PreResNet((1, 1, 1, 2), width=0.0625), ("blocks.0", "blocks.1", "blocks.2")),
-        (lambda: make("resnet18", {"width": 0.1}), ("layer1", "layer2", "layer3")),
-        (lambda: make("resnet56", {"width": 0.2}), ("layer1", "layer2")),
-        (lambda: make("mlp", {"hidden": (8, 8, 8, 8)}), ("features.2", "features.4", "features.6")),
+        (lambda: make_model("resnet18", {"width": 0.1}), ("layer1", "layer2", "layer3")),
+        (lambda: make_model("resnet56", {"width": 0.2}), ("layer1", "layer2")),
+        (
+            lambda: make_model("mlp", {"hidden": (8, 8, 8, 8)}),
+            ("features.2", "features.4", "features.6"),
+        ),
         (Tokens, ("encoder.blocks.0", "encoder.blocks.1", "encoder.blocks.2")),
     ],
 )
 def test_exits_are_behind_stages_or_split_the_net_evenly(net, expected):
-    assert natural_exits(net()) == expected
+    assert find_natural_exits(net()) == expected
 
 
 def test_a_net_with_one_activation_for_all_layers_has_exits_that_answer():
     net = OneActivation().eval()
-    model = MultiExit(net, natural_exits(net), torch.zeros(2, 3, 8, 8))
+    model = MultiExit(net, find_natural_exits(net), torch.zeros(2, 3, 8, 8))
     x = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     answers = model(x)
     assert [a.shape for a in answers] == [(3, 2)] * 3
@@ -373,7 +376,7 @@ def test_a_net_with_one_activation_for_all_layers_has_exits_that_answer():
 
 def test_a_net_without_a_place_for_an_exit_is_told_so():
     with pytest.raises(StructureError, match=r"Two has no place for an exit.*method\.at"):
-        natural_exits(Two())
+        find_natural_exits(Two())
 
 
 def test_a_list_of_modules_ends_with_its_last_call():
@@ -392,8 +395,8 @@ def test_without_places_there_is_one_exit():
 
 def test_the_net_of_the_authors_has_as_many_parameters():
     """ResNet18 of 100 classes with their heads, from one exit to four."""
-    net = make("resnet18", {"stem": "plain", "num_classes": 100})
-    model = MultiExit(net, natural_exits(net), torch.zeros(1, 3, 32, 32))
+    net = make_model("resnet18", {"stem": "plain", "num_classes": 100})
+    model = MultiExit(net, find_natural_exits(net), torch.zeros(1, 3, 32, 32))
     assert all(isinstance(block, Block) for block in model.blocks().values())
 
     def separable(channels: int, size: int) -> int:
@@ -407,7 +410,7 @@ def test_the_net_of_the_authors_has_as_many_parameters():
         assert sum(w.numel() for w in head.parameters()) == expected
     counts = [sum(w.numel() for w in model.parameters())]
     for exit in ("exit4", "exit3", "exit2"):
-        model.leave_out(exit)
+        model.drop_exit(exit)
         counts.append(sum(w.numel() for w in model.parameters()))
     assert counts == [12_283_344, 3_838_316, 1_347_336, 479_652]
 
@@ -516,7 +519,7 @@ def test_the_loss_is_that_of_all_exits_and_of_their_differences(own):
     y, x = torch.tensor([0, 3, 3, 0]), torch.zeros(4)
 
     def loss(**settings: float) -> float:
-        return ExitLosses(**settings).loss(Said(*exits), x, y, own, generator).item()
+        return ExitLosses(**settings).loss(Said(*exits), (x, y), own, generator).item()
 
     known = [e.clone() for e in exits]
     for e in known if own else ():

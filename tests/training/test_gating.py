@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.structure.cut import build
-from fedquilt.training.gating import gateable, gated
+from fedquilt.structure.cut import build_module
+from fedquilt.training.gating import find_gateable_groups, gate_module
 
 
 class Block(nn.Module):
@@ -52,7 +52,7 @@ class Recurrent(nn.Module):
 
 def traced(model, example):
     torch.manual_seed(0)
-    return model, fq.Structure.trace(model, example), example
+    return model, fq.trace_structure(model, example), example
 
 
 NETS = {
@@ -74,8 +74,8 @@ def test_closed_gates_give_what_the_subnet_gives(name):
             size = structure.groups[group].size
             count = int(torch.randint(1, size + 1, (), generator=generator))
             channels[group] = torch.randperm(size, generator=generator)[:count].tolist()
-        small = build(model, structure, structure.subnet(channels=channels)).eval()
-        with torch.no_grad(), gated(model, structure, groups) as gates:
+        small = build_module(model, structure, structure.subnet(channels=channels)).eval()
+        with torch.no_grad(), gate_module(model, structure, groups) as gates:
             gates.values = {
                 g: torch.zeros(structure.groups[g].size, dtype=torch.float64).index_fill(
                     0, torch.tensor(kept), 1.0
@@ -95,7 +95,7 @@ def test_gates_that_are_closed_have_a_gradient_too():
         start = (torch.arange(size) % 2).double()
 
         def loss(values, group=group):
-            with gated(model, structure, [group]) as gates:
+            with gate_module(model, structure, [group]) as gates:
                 gates.values = {group: values}
                 return (model(x) ** 2).sum()
 
@@ -114,7 +114,7 @@ def test_gates_leave_no_trace():
     model, structure, _ = NETS["joined"]()
     x = torch.rand(2, 4)
     before = model(x)
-    with gated(model, structure, structure.cut_groups()) as gates:
+    with gate_module(model, structure, structure.cut_groups()) as gates:
         assert torch.equal(model(x), before)  # no values: no gates
         gates.values = {g: torch.zeros(structure.groups[g].size) for g in structure.cut_groups()}
         assert not torch.equal(model(x), before)
@@ -125,7 +125,7 @@ def test_gates_leave_no_trace():
 def test_activity_is_the_mean_size_of_what_goes_into_layers():
     model, structure, _ = NETS["block"]()
     x = torch.rand(4, 2, 3, 3)
-    with torch.no_grad(), gated(model, structure, ["hidden", "stem"]) as gates:
+    with torch.no_grad(), gate_module(model, structure, ["hidden", "stem"]) as gates:
         gates.wants_activity = frozenset(["hidden"])
         gates.values = {"hidden": torch.zeros(10)}  # it is seen before the gates
         model(x)
@@ -139,7 +139,7 @@ def test_activity_is_the_mean_size_of_what_goes_into_layers():
 def test_activity_of_a_channel_is_over_all_its_positions():
     model, structure, _ = NETS["block"]()
     x = torch.rand(4, 2, 3, 3)
-    with torch.no_grad(), gated(model, structure, ["stem"]) as gates:
+    with torch.no_grad(), gate_module(model, structure, ["stem"]) as gates:
         gates.wants_activity = frozenset(["stem"])
         model(x)  # the last layer that takes them in is the linear one, nine positions a channel
     with torch.no_grad():
@@ -151,8 +151,10 @@ def test_activity_of_a_channel_is_over_all_its_positions():
 def test_only_groups_whose_gates_are_right_can_be_sampled():
     for name, make in NETS.items():
         model, structure, example = make()
-        assert gateable(model, structure, example) == tuple(structure.cut_groups()), name
+        assert find_gateable_groups(model, structure, example) == tuple(structure.cut_groups()), (
+            name
+        )
     model = Recurrent()
-    structure = fq.Structure.trace(model, torch.zeros(2, 5, dtype=torch.int64))
-    found = gateable(model, structure, torch.zeros(2, 5, dtype=torch.int64))
+    structure = fq.trace_structure(model, torch.zeros(2, 5, dtype=torch.int64))
+    found = find_gateable_groups(model, structure, torch.zeros(2, 5, dtype=torch.int64))
     assert found == ("hidden",)

@@ -16,20 +16,20 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.models import make
-from fedquilt.training.gating import gateable
-from fedquilt.training.relevance import refuse, relevances
-from fedquilt.training.tracking import untracked
+from fedquilt.models import make_model
+from fedquilt.training.gating import find_gateable_groups
+from fedquilt.training.relevance import compute_relevance, require_relevance
+from fedquilt.training.tracking import without_running_stats
 
 
 def traced(net, example, exclude=()):
-    structure = fq.Structure.trace(net, example, exclude=exclude)
-    return structure, gateable(net, structure, example)
+    structure = fq.trace_structure(net, example, exclude=exclude)
+    return structure, find_gateable_groups(net, structure, example)
 
 
 def found(net, x, y):
     structure, groups = traced(net, x)
-    return relevances(net, structure, groups, x, y)
+    return compute_relevance(net, structure, groups, x, y)
 
 
 def declared(net, *layers):
@@ -39,7 +39,7 @@ def declared(net, *layers):
         given = axes.get(f"{before}.weight", (None, None))
         axes[f"{before}.weight"] = (before, given[1])
         axes[f"{after}.weight"] = (None, before)
-    return fq.Structure.declare(net, axes)
+    return fq.declare_structure(net, axes)
 
 
 @torch.no_grad()
@@ -114,7 +114,7 @@ def test_linear_layers_follow_eq_11(widths, between, seed):
             weights = net.layers[i + 1].weight.detach().double().numpy()
             relevance = down(relevance, values[i + 1].double().numpy(), weights)
             expected[i] += relevance
-    result = relevances(net, structure, groups, x, y)
+    result = compute_relevance(net, structure, groups, x, y)
     for group, values in zip(groups, expected, strict=True):
         np.testing.assert_allclose(result[group].numpy(), values, rtol=2e-4, atol=1e-6)
 
@@ -146,7 +146,7 @@ def test_sums_and_means_follow_eq_11(seed):
     x, y = torch.randn(4, 7, 3), torch.randint(3, (4,))
     axes = {"below.weight": ("below", None), "above.weight": ("above", "below")}
     axes |= {f"{side}.weight": (None, "above") for side in ("left", "right")}
-    result = relevances(net, fq.Structure.declare(net, axes), ["below", "above"], x, y)
+    result = compute_relevance(net, fq.declare_structure(net, axes), ["below", "above"], x, y)
     with torch.no_grad():
         below, above, sides, total, means = net.parts(x)
         logits = net.classifier(means)
@@ -201,7 +201,7 @@ def test_convolutions_and_pooling_follow_eq_11_as_matrices():
     axes = {"stem.weight": ("stem", None, *whole), "first.weight": ("first", "stem", *whole)}
     axes |= {"across.weight": ("across", "first", *whole), "classifier.weight": (None, "across")}
     groups = ["stem", "first", "across"]
-    result = relevances(net, fq.Structure.declare(net, axes), groups, x, y)
+    result = compute_relevance(net, fq.declare_structure(net, axes), groups, x, y)
     with torch.no_grad():
         lowest = F.relu(net.stem(x))
         normal = net.norm(net.first(lowest))
@@ -277,14 +277,14 @@ def written():
     for net in nets.values():
         net.load_state_dict(nets["modules"].state_dict())
     x = torch.rand(4, 1, 8, 8)
-    structure = fq.Structure.trace(nets["modules"], x)
+    structure = fq.trace_structure(nets["modules"], x)
     return nets, structure, x, answers(nets["modules"], x)
 
 
 def test_how_a_net_is_written_does_not_matter(written):
     nets, structure, x, y = written
     groups = ["one", "hidden"]
-    results = [relevances(net.train(), structure, groups, x, y) for net in nets.values()]
+    results = [compute_relevance(net.train(), structure, groups, x, y) for net in nets.values()]
     for other in results[1:]:
         for group, values in other.items():
             torch.testing.assert_close(values, results[0][group], rtol=1e-5, atol=1e-7)
@@ -294,7 +294,7 @@ def test_a_sum_shares_relevance_out_and_conserves_it(written):
     """Eq. 10: 'one' is taken in by 'two' and, past the sum, by 'hidden'."""
     nets, structure, x, y = written
     net = nets["modules"]
-    result = relevances(net, structure, ["one", "hidden"], x, y)
+    result = compute_relevance(net, structure, ["one", "hidden"], x, y)
     total = float(sizes(net, x, y).sum())
     assert float(result["hidden"].sum()) == pytest.approx(total, rel=1e-5)
     assert 1.05 * total < float(result["one"].sum()) < 1.95 * total
@@ -302,7 +302,7 @@ def test_a_sum_shares_relevance_out_and_conserves_it(written):
     with torch.no_grad():  # a branch that gives nothing gets nothing: all goes past it
         silent.two.weight.copy_(-silent.two.weight.abs())
     y = answers(silent, x)
-    only = relevances(silent, structure, ["one"], x, y)["one"]
+    only = compute_relevance(silent, structure, ["one"], x, y)["one"]
     assert float(only.sum()) == pytest.approx(float(sizes(silent, x, y).sum()), rel=1e-5)
 
 
@@ -318,7 +318,7 @@ def test_relevance_is_the_same_at_every_layer_and_that_of_the_logits(name):
     """Eq. 10, of nets as they are: one layer takes in each group."""
     options, shape = MODELS[name]
     torch.manual_seed(0)
-    net = untracked(make(name, options))
+    net = without_running_stats(make_model(name, options))
     with torch.no_grad():
         for tensor_name, tensor in net.named_parameters():
             if tensor_name.endswith("bias"):
@@ -336,7 +336,7 @@ def test_a_separable_net_has_relevance_everywhere():
     """Numbers between the halves are of both signs; those without any positive part lose theirs."""
     torch.manual_seed(0)
     options = dict(image_size=16, width=0.1, num_classes=4)
-    net = untracked(make("adds-mobilenet", options))
+    net = without_running_stats(make_model("adds-mobilenet", options))
     x, y = torch.rand(4, 3, 16, 16), torch.arange(4)
     result = found(net, x, y)
     total = float(sizes(net, x, y).sum())
@@ -350,12 +350,12 @@ def test_recurrent_layers_below_need_no_rule(every_position):
     torch.manual_seed(0)
     options = dict(num_classes=6, embedding=3, hidden=4, head=5)
     one_way = dict(bidirectional=False, every_position=True)
-    net = make("char-lstm", options | (one_way if every_position else {}))
+    net = make_model("char-lstm", options | (one_way if every_position else {}))
     x = torch.randint(6, (3, 7))
     y = torch.randint(6, (3, 7) if every_position else (3,))
     structure, groups = traced(net, x, exclude=["lstm"])
     assert groups == ("head",)
-    result = relevances(net, structure, groups, x, y)["head"].numpy()
+    result = compute_relevance(net, structure, groups, x, y)["head"].numpy()
     with torch.no_grad():
         outputs, (last, _) = net.lstm(net.embedding(x))
         states = outputs if every_position else torch.cat((last[-2], last[-1]), 1)
@@ -410,7 +410,9 @@ def test_a_product_gives_half_to_each_side():
         net.classifier.weight[0].abs_()
     x = torch.rand(5, 4)
     y = answers(net, x)
-    result = relevances(net, declared(net, "body", "gate", "classifier"), ["body", "gate"], x, y)
+    result = compute_relevance(
+        net, declared(net, "body", "gate", "classifier"), ["body", "gate"], x, y
+    )
     total = float(sizes(net, x, y).sum())
     assert float(result["gate"].sum()) == pytest.approx(total, rel=1e-4)  # into the classifier
     assert float(result["body"].sum()) == pytest.approx(total / 2, rel=1e-4)  # into the gate
@@ -433,9 +435,11 @@ def test_a_layer_that_is_used_twice_is_like_two():
     shared, apart = Twice(is_shared=True), Twice(is_shared=False)
     apart.load_state_dict(shared.state_dict())
     x, y = torch.rand(5, 4), torch.tensor([0, 1, 2, 0, 1])
-    (once,) = relevances(shared, declared(shared, "first", "middle"), ["first"], x, y).values()
+    (once,) = compute_relevance(
+        shared, declared(shared, "first", "middle"), ["first"], x, y
+    ).values()
     structure = declared(apart, "first", "middle", "again")
-    parts = relevances(apart, structure, ["first", "middle"], x, y)
+    parts = compute_relevance(apart, structure, ["first", "middle"], x, y)
     torch.testing.assert_close(once, parts["first"] + parts["middle"], rtol=1e-5, atol=1e-7)
 
 
@@ -495,7 +499,7 @@ def test_the_module_and_random_numbers_are_left_as_they_were():
     structure, groups = traced(net, x)
     layers, tensors = snapshot(net)
     given, state = x.clone(), torch.get_rng_state()
-    relevances(net, structure, groups, x, y)
+    compute_relevance(net, structure, groups, x, y)
     after_layers, after_tensors = snapshot(net)
     assert after_layers == layers
     for name, (pointer, version, needs, values) in tensors.items():
@@ -510,10 +514,10 @@ def test_the_module_and_random_numbers_are_left_as_they_were():
 def test_the_same_bits_each_time(written):
     nets, structure, x, y = written
     net, groups = nets["modules"].train(), ["one", "hidden"]  # dropout is off all the same
-    first = relevances(net, structure, groups, x, y)
+    first = compute_relevance(net, structure, groups, x, y)
     for seed in (1, 2):
         torch.manual_seed(seed)
-        again = relevances(net, structure, groups, x, y)
+        again = compute_relevance(net, structure, groups, x, y)
         assert all(again[g].equal(values) for g, values in first.items())
 
 
@@ -568,15 +572,15 @@ class Overwritten(nn.Module):
 def test_what_has_no_rule_is_refused_by_name_if_relevance_must_go_through_it(net, words):
     example = torch.rand(1, 4, 8)
     with pytest.raises(ConfigError, match=words):
-        refuse(net, declared(net, "up", "down"), ["up"], example)
+        require_relevance(net, declared(net, "up", "down"), ["up"], example)
 
 
 def test_what_has_no_rule_does_not_matter_below():
     torch.manual_seed(0)
     net, x = Attention(above=False), torch.rand(2, 4, 8)
     structure = declared(net, "up", "down")
-    refuse(net, structure, ["up"], x[:1])
-    assert float(relevances(net, structure, ["up"], x, torch.tensor([0, 2]))["up"].sum()) > 0
+    require_relevance(net, structure, ["up"], x[:1])
+    assert float(compute_relevance(net, structure, ["up"], x, torch.tensor([0, 2]))["up"].sum()) > 0
 
 
 class Lost(nn.Module):
@@ -595,11 +599,11 @@ class Lost(nn.Module):
 def test_channels_that_no_relevance_reaches_are_refused():
     net = Lost()
     with pytest.raises(ConfigError, match="from the model's output to the channels of 'up'"):
-        refuse(net, declared(net, "up", "down"), ["up"], torch.rand(1, 4, 8))
+        require_relevance(net, declared(net, "up", "down"), ["up"], torch.rand(1, 4, 8))
 
 
 def test_without_captum_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "captum.attr", None)
     net, x = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), torch.rand(2, 4)
     with pytest.raises(ConfigError, match=r"relevance needs the extra: pip install 'fedquilt\[lrp"):
-        refuse(net, declared(net, "0", "2"), ["0"], x)
+        require_relevance(net, declared(net, "0", "2"), ["0"], x)

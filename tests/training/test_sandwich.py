@@ -13,27 +13,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedquilt.data.examples import as_examples
-from fedquilt.federation.client import Task, seed_of
-from fedquilt.federation.update import accept
-from fedquilt.structure.groups import STATISTICS, Structure
+from fedquilt.data import to_examples
+from fedquilt.federation.client import Task, derive_seed
+from fedquilt.federation.update import validate_update
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.structure import STATISTICS, Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.recipe import Workbench
+from fedquilt.training.context import ClientContext
+from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.sandwich import Sandwich
-from fedquilt.training.sgd import SGD
-from fedquilt.training.tracking import untracked
+from fedquilt.training.settings import LocalTraining
+from fedquilt.training.tracking import without_running_stats
 
 FIRST, SECOND = 6, 10  # channels of the net
 HOME = (STATISTICS, "*num_batches_tracked")
-SENT = (Subnet().leaving(*HOME),)
-PLAIN = Optimiser(momentum=0, weight_decay=0, epochs=1, batch_size=14, clip=None)
+SENT = (Subnet().excluding(*HOME),)
+PLAIN = LocalTraining(momentum=0, weight_decay=0, epochs=1, batch_size=14, max_grad_norm=None)
 SETTINGS = {
     "one step": PLAIN,
     "one step with decay": replace(PLAIN, momentum=0.9, weight_decay=0.05),
     "many steps": replace(PLAIN, epochs=2, batch_size=5),
     "momentum": replace(PLAIN, momentum=0.9, weight_decay=0.01, epochs=2, batch_size=5),
-    "clipped": replace(PLAIN, momentum=0.9, epochs=2, batch_size=5, clip=0.05),
+    "clipped": replace(PLAIN, momentum=0.9, epochs=2, batch_size=5, max_grad_norm=0.05),
 }
 SANDWICHES = {
     "smallest alone": {"nets": 2, "smallest": 0.3},
@@ -82,8 +83,8 @@ def by_hand(params, recipe, data, seed):
     p = {n: t.clone().requires_grad_() for n, t in params.items()}
     speed = {n: torch.zeros_like(t) for n, t in p.items()}
     generator = torch.Generator().manual_seed(seed)
-    draws = torch.Generator().manual_seed(seed_of(seed, 1))
-    settings, losses = recipe.optimiser, []
+    draws = torch.Generator().manual_seed(derive_seed(seed, 1))
+    settings, losses = recipe.local_training, []
     for _ in range(settings.epochs):
         losses = []
         for rows in torch.randperm(len(data), generator=generator).split(settings.batch_size):
@@ -96,7 +97,9 @@ def by_hand(params, recipe, data, seed):
                 total = total - (soft * logits(p, counts, x).log_softmax(1)).sum(1).mean()
             found = dict(zip(p, torch.autograd.grad(total, list(p.values())), strict=True))
             length = torch.cat([g.flatten() for g in found.values()]).norm().item()
-            short = 1.0 if settings.clip is None else min(1.0, settings.clip / length)
+            short = (
+                1.0 if settings.max_grad_norm is None else min(1.0, settings.max_grad_norm / length)
+            )
             with torch.no_grad():
                 for n, g in found.items():
                     speed[n] = settings.momentum * speed[n] + short * g
@@ -121,30 +124,32 @@ def assert_close(found, expected) -> None:
 @pytest.mark.parametrize("sandwich", SANDWICHES)
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_the_whole_learns_from_labels_and_the_others_from_its_answers(
-    bench, data, weights, kind, sandwich
+    context, data, weights, kind, sandwich
 ):
     recipe = Sandwich(SETTINGS[kind], lr=0.2, weight=7.0, **SANDWICHES[sandwich])
-    update = recipe.run(Task(0, SENT, weights, recipe, 11), bench)
+    update = recipe.run(Task(0, SENT, weights, recipe, 11), context).update
     expected, loss = by_hand(weights, recipe, data["train"][0], 11)
     assert_close(update.params[0], expected)
     assert update.metrics["loss"] == pytest.approx(loss, rel=1e-4)
     assert (update.client, update.weight, update.metrics["examples"]) == (0, 7.0, 14)
 
 
-def test_a_sandwich_of_whole_nets_is_plain_training(bench, weights, params):
+def test_a_sandwich_of_whole_nets_is_plain_training(context, weights, params):
     """Nobody learns from answers that are his own."""
     settings = SETTINGS["momentum"]
     recipe = Sandwich(settings, lr=0.2, nets=4, smallest=1.0)
-    plain = SGD(settings, lr=0.2, home=HOME)
-    found = recipe.run(Task(0, SENT, weights, recipe, 3), bench)
-    expected = plain.run(Task(0, SENT, params, plain, 3), bench)
+    plain = LocalSGD(settings, lr=0.2, local_params=HOME)
+    found = recipe.run(Task(0, SENT, weights, recipe, 3), context).update
+    expected = plain.run(Task(0, SENT, params, plain, 3), context).update
     assert_close(found.params[0], expected.params[0])
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4)
 
 
 def drawn(recipe: Sandwich, structure: Structure, seed: int) -> list[dict[str, int]]:
-    found = recipe.drawn(structure, torch.Generator().manual_seed(seed))
-    return [{g: structure.kept(subnet, g) for g in structure.cut_groups()} for subnet in found]
+    found = recipe.draw_subnets(structure, torch.Generator().manual_seed(seed))
+    return [
+        {g: structure.kept_count(subnet, g) for g in structure.cut_groups()} for subnet in found
+    ]
 
 
 @given(
@@ -185,25 +190,25 @@ def test_statistics_neither_travel_nor_matter(structure, fresh_bench, params, we
     recipe = Sandwich(SETTINGS["momentum"], lr=0.2)
     odd = {n: t + 7 if n in structure.statistics else t for n, t in params.items()}
     found = [
-        recipe.run(Task(0, SENT, given, recipe, 5), fresh_bench()).params[0]
+        recipe.run(Task(0, SENT, given, recipe, 5), fresh_bench()).update.params[0]
         for given in (weights, params, odd)
     ]
     assert all(set(part) == set(weights) for part in found)
     assert all(part[n].equal(t) for part in found for n, t in found[0].items())
 
 
-def test_the_update_is_accepted(structure, bench, params):
+def test_the_update_is_accepted(structure, context, params):
     recipe = Sandwich(PLAIN, lr=0.2)
-    update = recipe.run(Task(0, SENT, params, recipe, 5), bench)
+    update = recipe.run(Task(0, SENT, params, recipe, 5), context).update
     assert update.subnets == SENT
-    assert accept(update, structure, params) is update
+    assert validate_update(update, structure, params) is update
 
 
 @pytest.mark.parametrize("by_group", [True, False])
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(fresh_bench, weights, by_group):
     recipe = Sandwich(PLAIN, lr=0.2, by_group=by_group)  # one batch: only the widths are drawn
     one, same, other = (
-        recipe.run(Task(0, SENT, weights, recipe, seed), fresh_bench()) for seed in (5, 5, 6)
+        recipe.run(Task(0, SENT, weights, recipe, seed), fresh_bench()).update for seed in (5, 5, 6)
     )
     assert all(t.equal(same.params[0][n]) for n, t in one.params[0].items())
     assert one.metrics == same.metrics
@@ -228,23 +233,23 @@ class Watched:
 @pytest.mark.parametrize("nets", [2, 5])
 def test_batches_are_those_of_other_recipes(net, structure, params, nets):
     """Whatever is drawn besides; augmentation too."""
-    images = as_examples((torch.rand(14, 1, 5, 5), torch.arange(14) % 4))
+    images = to_examples((torch.rand(14, 1, 5, 5), torch.arange(14) % 4))
     images = replace(images, augment="crop-flip")
     settings, asked = SETTINGS["momentum"], []
-    for recipe in (Sandwich(settings, 0.1, nets), SGD(settings, 0.1, home=HOME)):
+    for recipe in (Sandwich(settings, 0.1, nets), LocalSGD(settings, 0.1, local_params=HOME)):
         watched = Watched(images)
-        bench = Workbench(net, structure, {"train": {0: watched}})
-        recipe.run(Task(0, SENT, params, recipe, 9), bench)
+        context = ClientContext(net, structure, {"train": {0: watched}})
+        recipe.run(Task(0, SENT, params, recipe, 9), context)
         asked.append(watched.asked)
     assert [rows for rows, _ in asked[0]] == [rows for rows, _ in asked[1]]
     assert all(a.equal(b) for (_, a), (_, b) in zip(*asked, strict=True))
 
 
-def test_nothing_given_is_changed(net, bench, params):
+def test_nothing_given_is_changed(net, context, params):
     before = {n: t.clone() for n, t in params.items()}
     own = {n: t.clone() for n, t in net.state_dict().items()}
     recipe = Sandwich(SETTINGS["momentum"], lr=0.2)
-    update = recipe.run(Task(0, SENT, params, recipe, 5), bench)
+    update = recipe.run(Task(0, SENT, params, recipe, 5), context).update
     assert all(t.equal(before[n]) and not t.requires_grad for n, t in params.items())
     assert all(t.equal(own[n]) for n, t in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters())
@@ -256,16 +261,15 @@ def test_frozen_weights_stay(net, structure, data, weights):
     frozen = copy.deepcopy(net)
     frozen.second.weight.requires_grad_(False)
     recipe = Sandwich(SETTINGS["momentum"], lr=0.2)
-    bench = Workbench(frozen, structure, data)
-    found = recipe.run(Task(0, SENT, weights, recipe, 5), bench).params[0]
+    context = ClientContext(frozen, structure, data)
+    found = recipe.run(Task(0, SENT, weights, recipe, 5), context).update.params[0]
     assert [n for n, t in found.items() if t.equal(weights[n])] == ["second.weight"]
 
 
-def test_progress_rises_to_one(bench, weights):
+def test_progress_rises_to_one(context, weights):
     told: list[float] = []
-    bench.listener = told.append
     recipe = Sandwich(replace(PLAIN, epochs=3, batch_size=5), lr=0.1)
-    recipe.run(Task(0, SENT, weights, recipe, 5), bench)
+    recipe.run(Task(0, SENT, weights, recipe, 5), context.for_client(on_progress=told.append))
     assert told == pytest.approx([n / 42 for n in (5, 10, 14, 19, 24, 28, 33, 38, 42)])
 
 
@@ -285,12 +289,12 @@ class Tied(nn.Module):
 def test_tied_weights_get_the_sum_of_their_gradients():
     torch.manual_seed(0)
     net = Tied()
-    structure = Structure.trace(net, torch.zeros(2, 3))
+    structure = trace_structure(net, torch.zeros(2, 3))
     x, y = torch.randn(6, 3), torch.arange(6) % 4
-    bench = Workbench(net, structure, {"train": {0: as_examples((x, y))}})
+    context = ClientContext(net, structure, {"train": {0: to_examples((x, y))}})
     params = {n: t.detach() for n, t in net.named_parameters()}
     recipe = Sandwich(replace(PLAIN, batch_size=6, epochs=2), lr=0.5, nets=2, smallest=0.5)
-    update = recipe.run(Task(0, (Subnet(),), params, recipe, 0), bench)
+    update = recipe.run(Task(0, (Subnet(),), params, recipe, 0), context).update
     p = {n: t.clone().requires_grad_() for n, t in params.items()}
 
     def answers(k: int) -> Tensor:
@@ -309,7 +313,7 @@ def test_tied_weights_get_the_sum_of_their_gradients():
 
 
 def test_the_oracle_computes_what_the_net_does(net, data, weights):
-    bare = untracked(net).train()
+    bare = without_running_stats(net).train()
     x = data["train"][0].inputs
     expected = torch.func.functional_call(bare, weights, (x,))
     torch.testing.assert_close(logits(weights, (FIRST, SECOND), x), expected)

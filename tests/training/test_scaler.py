@@ -13,11 +13,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from fedquilt.federation.client import Task
-from fedquilt.structure.cut import build
-from fedquilt.structure.groups import Structure
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.scaler import fold_scale, has_hooked_scale, output_rates, scaled
-from fedquilt.training.sgd import SGD
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.cut import build_module
+from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.scaler import (
+    compute_output_rates,
+    fold_scale,
+    has_hooked_scale,
+    scale_outputs,
+)
+from fedquilt.training.settings import LocalTraining
 
 
 def layer_outputs(module, x, structure=None):
@@ -35,7 +40,7 @@ def layer_outputs(module, x, structure=None):
     if structure is None:
         run()
     else:
-        with scaled(module, structure):
+        with scale_outputs(module, structure):
             run()
     for hook in hooks:
         hook.remove()
@@ -46,7 +51,7 @@ def layer_outputs(module, x, structure=None):
     ("width", "kept"), [(0.5, (3, 5)), (0.3, (2, 3)), (0.1, (1, 1)), (1.0, (6, 10))]
 )
 def test_outputs_are_divided_by_the_share_of_channels_kept(net, structure, params, width, kept):
-    module = build(net, structure, structure.subnet(width), params).train()
+    module = build_module(net, structure, structure.subnet(width), params).train()
     seen = layer_outputs(module, torch.randn(4, 1, 5, 5), structure)
     for name, count, full in (("first", kept[0], 6), ("second", kept[1], 10)):
         layer = module.get_submodule(name)
@@ -58,7 +63,7 @@ def test_outputs_are_divided_by_the_share_of_channels_kept(net, structure, param
 
 
 def test_outputs_are_scaled_in_evaluation_too(net, structure, params):
-    module = build(net, structure, structure.subnet(0.5), params).eval()
+    module = build_module(net, structure, structure.subnet(0.5), params).eval()
     seen = layer_outputs(module, torch.randn(4, 1, 5, 5), structure)
     inputs, output = seen["first"]
     plain = F.conv2d(inputs, module.first.weight, module.first.bias, padding=1)
@@ -136,10 +141,10 @@ def test_a_folded_module_answers_by_itself_as_it_did_scaled(name):
     make, example, has_plain_weights = NETS[name]
     torch.manual_seed(0)
     whole = make()
-    structure = Structure.trace(whole, example)
-    module = build(whole, structure, structure.subnet(0.5)).eval()
+    structure = trace_structure(whole, example)
+    module = build_module(whole, structure, structure.subnet(0.5)).eval()
     x = torch.randn(6, 5) if example.is_floating_point() else torch.randint(7, (6, 3))
-    with scaled(module, structure):
+    with scale_outputs(module, structure):
         expected = module(x)
     assert not torch.allclose(module(x), expected)
     folded = fold_scale(module, structure, example)
@@ -147,7 +152,7 @@ def test_a_folded_module_answers_by_itself_as_it_did_scaled(name):
     torch.testing.assert_close(copy.deepcopy(folded)(x), expected, rtol=1e-5, atol=1e-6)
     assert has_hooked_scale(folded) != has_plain_weights
     if has_plain_weights:  # then they are all that is needed
-        bare = build(whole, structure, structure.subnet(0.5)).eval()
+        bare = build_module(whole, structure, structure.subnet(0.5)).eval()
         bare.load_state_dict(folded.state_dict())
         torch.testing.assert_close(bare(x), expected, rtol=1e-5, atol=1e-6)
 
@@ -156,27 +161,29 @@ def test_a_folded_module_answers_by_itself_as_it_did_scaled(name):
 def test_looking_for_shares_does_not_move_singular_vectors(name):
     make, example, _ = NETS[name]
     whole = make()
-    structure = Structure.trace(whole, example)
-    module = build(whole, structure, structure.subnet(0.5)).train()
+    structure = trace_structure(whole, example)
+    module = build_module(whole, structure, structure.subnet(0.5)).train()
     before = {n: t.clone() for n, t in module.state_dict().items()}
-    assert len(output_rates(module, structure)) == 2
+    assert len(compute_output_rates(module, structure)) == 2
     assert all(torch.equal(tensor, before[n]) for n, tensor in module.state_dict().items())
 
 
 def test_nothing_stays_on_the_module_even_after_a_failure(net, structure, params):
-    module = build(net, structure, structure.subnet(0.5), params).train()
-    with scaled(module, structure):
+    module = build_module(net, structure, structure.subnet(0.5), params).train()
+    with scale_outputs(module, structure):
         assert any(m._forward_hooks for m in module.modules())
-    with pytest.raises(RuntimeError, match="channels"), scaled(module, structure):
+    with pytest.raises(RuntimeError, match="channels"), scale_outputs(module, structure):
         module(torch.zeros(1, 2, 5, 5))
     assert not any(m._forward_hooks for m in module.modules())
 
 
 @pytest.mark.parametrize(("width", "same"), [(1.0, True), (0.5, False)])
-def test_the_switch_matters_only_below_full_width(structure, bench, params, width, same):
+def test_the_switch_matters_only_below_full_width(structure, context, params, width, same):
     found = []
     for scale in (False, True):
-        recipe = SGD(Optimiser(epochs=1), lr=0.1, scale=scale)
-        found.append(recipe.run(Task(0, (structure.subnet(width),), params, recipe, 0), bench))
+        recipe = LocalSGD(LocalTraining(epochs=1), lr=0.1, scale=scale)
+        found.append(
+            recipe.run(Task(0, (structure.subnet(width),), params, recipe, 0), context).update
+        )
     plain, scaled_up = (u.params[0] for u in found)
     assert all(scaled_up[n].equal(t) for n, t in plain.items()) == same

@@ -17,22 +17,24 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedquilt.data.examples import as_examples
+from fedquilt.data import to_examples
 from fedquilt.errors import BudgetError
 from fedquilt.federation.client import Task, Update
-from fedquilt.federation.update import accept
+from fedquilt.federation.update import validate_update
 from fedquilt.structure.budget import Budget
-from fedquilt.structure.cost import Cost, cost
-from fedquilt.structure.cut import build
-from fedquilt.structure.groups import STATISTICS, Structure
+from fedquilt.structure.cost import Cost, compute_cost
+from fedquilt.structure.create import declare_structure, trace_structure
+from fedquilt.structure.cut import build_module
+from fedquilt.structure.structure import STATISTICS, Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import named_tensors
-from fedquilt.training.recipe import Workbench
-from fedquilt.training.search import Search, shrunk, units
+from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.context import ClientContext
+from fedquilt.training.output_cache import find_cacheable_modules
+from fedquilt.training.search import Search, shrink_group
 
 CLASSES, COUNT = 4, 40  # examples of the client
 HOME = (STATISTICS, "*num_batches_tracked")
-SENT = (Subnet().leaving(*HOME),)
+SENT = (Subnet().excluding(*HOME),)
 at_once = [Phase.explicit, Phase.reuse, Phase.generate]  # searches are too slow for shrinking
 
 
@@ -46,20 +48,21 @@ class Place:
     data: Any
 
     @property
-    def bench(self) -> Workbench:
-        return Workbench(self.model, self.structure, {"train": {0: self.data}})
+    def context(self) -> ClientContext:
+        return ClientContext(self.model, self.structure, {"train": {0: self.data}})
 
     @property
     def example(self) -> Tensor:
         return self.data.inputs[:1]
 
-    def found(self, search: Search, seed: int = 0, tell: Callable[[float], None] | None = None):
-        bench = self.bench
-        bench.listener = tell
-        return search.run(Task(0, SENT, self.params, search, seed), bench)
+    def found(
+        self, search: Search, seed: int = 0, on_progress: Callable[[float], None] | None = None
+    ):
+        context = self.context.for_client(on_progress=on_progress)
+        return search.run(Task(0, SENT, self.params, search, seed), context).update
 
     def cost(self, subnet: Subnet) -> Cost:
-        return cost(self.model, self.structure, subnet.leaving(*HOME), self.example)
+        return compute_cost(self.model, self.structure, subnet.excluding(*HOME), self.example)
 
 
 @torch.no_grad()
@@ -86,7 +89,7 @@ def images(shape: tuple[int, ...], seed: int, count: int = COUNT) -> Tensor:
 
 @functools.cache
 def traced(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Structure:
-    return Structure.trace(make(), torch.zeros(2, *shape))
+    return trace_structure(make(), torch.zeros(2, *shape))
 
 
 def placed(
@@ -106,7 +109,7 @@ def placed(
     with torch.no_grad():  # the model's own values do not matter
         for tensor in model.parameters():
             tensor.add_(1)
-    return Place(model, structure, params, as_examples((x + 0.2 * images(shape, seed + 1), y)))
+    return Place(model, structure, params, to_examples((x + 0.2 * images(shape, seed + 1), y)))
 
 
 def mlp() -> nn.Module:
@@ -163,9 +166,9 @@ class Judged:
 @torch.no_grad()
 def judged(place: Place, subnet: Subnet, batches: list[tuple[Tensor, Tensor]]) -> Judged:
     """Every batch normalised by itself; multiply-accumulates are counted where they happen."""
-    small = build(place.model, place.structure, subnet, place.params)
+    small = build_module(place.model, place.structure, subnet, place.params)
     params = sum(w.numel() for w in small.parameters())
-    travelling = place.structure.names(subnet.leaving(*HOME))
+    travelling = place.structure.tensor_names(subnet.excluding(*HOME))
     upload = sum(t.nbytes for n, t in named_tensors(small).items() if n in travelling)
     hits = sum(int((answered(small, x).argmax(-1) == y).sum()) for x, y in batches)
     macs = 0
@@ -192,7 +195,9 @@ def naive(place: Place, search: Search, seed: int = 0) -> tuple[dict[str, int], 
     floors = {g: math.ceil(n * search.smallest) for g, n in sizes.items() if g not in search.whole}
 
     def ask(counts: Mapping[str, int]) -> Judged:
-        return judged(place, Subnet.of({g: range(k) for g, k in counts.items()}), batches)
+        return judged(
+            place, Subnet.from_channels({g: range(k) for g, k in counts.items()}), batches
+        )
 
     if budget.width < 1:
         cut = {g: n if g in search.whole else math.ceil(n * budget.width) for g, n in sizes.items()}
@@ -224,7 +229,7 @@ def naive(place: Place, search: Search, seed: int = 0) -> tuple[dict[str, int], 
 def counts_of(place: Place, update: Update) -> dict[str, int]:
     """The channels of every group; they are the leading ones."""
     (subnet,) = update.subnets
-    counts = {g: place.structure.kept(subnet, g) for g in place.structure.cut_groups()}
+    counts = {g: place.structure.kept_count(subnet, g) for g in place.structure.cut_groups()}
     for group, count in counts.items():
         listed = subnet.channels(group)
         assert listed is None or listed.tolist() == list(range(count))
@@ -242,7 +247,7 @@ def assert_naive(place: Place, search: Search, seed: int = 0) -> None:
     assert steps > 2  # or this test would say nothing
 
 
-PAPER = Search(Budget(width=0.4), home=HOME, smallest=0.1, batch_size=16, lazy=False)
+PAPER = Search(Budget(width=0.4), local_params=HOME, smallest=0.1, batch_size=16, lazy=False)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +287,7 @@ def test_what_stays_at_home_costs_no_upload():
     whole = spot.cost(Subnet()).bytes  # without what stays at home
     search = replace(PAPER, budget=Budget(upload=whole))
     assert spot.found(search).metrics["steps"] == 0
-    assert spot.found(replace(search, home=())).metrics["steps"] > 0
+    assert spot.found(replace(search, local_params=())).metrics["steps"] > 0
 
 
 # What a client has to be able to rely on, whatever it can afford and whatever its data.
@@ -306,9 +311,9 @@ def test_a_step_takes_a_part_of_the_channels_and_at_least_one(count, percent, da
     least = data.draw(st.integers(1, count - 1))
     net = nn.Sequential(nn.Linear(1, count), nn.Linear(count, 1))
     axes = {"0.weight": ("h", None), "0.bias": ("h",), "1.weight": (None, "h")}
-    structure = Structure.declare(net, axes)
-    subnet = shrunk(structure, Subnet(), "h", percent / 100, least)
-    assert subnet == Subnet.of({"h": range(fewer(count, percent, least))})
+    structure = declare_structure(net, axes)
+    subnet = shrink_group(structure, Subnet(), "h", percent / 100, least)
+    assert subnet == Subnet.from_channels({"h": range(fewer(count, percent, least))})
 
 
 FIELDS = {"params": "params", "macs": "macs", "upload": "bytes", "memory": "memory"}
@@ -327,7 +332,7 @@ def budget_between(low: Cost, high: Cost, shares: Mapping[str, float], width: fl
 
 def with_other_data(spot: Place, seed: int, count: int) -> Place:
     x = images(tuple(spot.example.shape[1:]), seed, count)
-    return replace(spot, data=as_examples((x, torch.arange(count) % CLASSES)))
+    return replace(spot, data=to_examples((x, torch.arange(count) % CLASSES)))
 
 
 @given(
@@ -391,9 +396,9 @@ def check_laws(shares, width, percent, smallest, whole, lazy, seed, count) -> No
 @pytest.mark.parametrize("kind", FIELDS)
 def test_the_smallest_net_meets_a_budget_of_its_own_cost_and_nothing_meets_less(kind):
     spot = place("mlp")
-    search = Search(Budget(), ratio=0.4, smallest=0.3, whole=("3",), home=HOME)
-    floor = search.floor(spot.structure)
-    assert floor == Subnet.of({"0": range(4), "6": range(3)})
+    search = Search(Budget(), ratio=0.4, smallest=0.3, whole=("3",), local_params=HOME)
+    floor = search.smallest_subnet(spot.structure)
+    assert floor == Subnet.from_channels({"0": range(4), "6": range(3)})
     price = spot.cost(floor)
     cheapest = getattr(price, FIELDS[kind])
     found = spot.found(replace(search, budget=Budget(**{kind: cheapest})))
@@ -408,7 +413,7 @@ def test_the_smallest_net_meets_a_budget_of_its_own_cost_and_nothing_meets_less(
 def test_the_smallest_net_is_found_where_no_other_is_within_the_budget(kind):
     spot = place("mlp")
     search = replace(PAPER, smallest=0.3)
-    floor = search.floor(spot.structure)
+    floor = search.smallest_subnet(spot.structure)
     limit = getattr(spot.cost(floor), kind)
     found = spot.found(replace(search, budget=Budget(**{kind: limit})))
     assert found.subnets[0].shape == floor
@@ -425,7 +430,7 @@ def test_the_whole_net_needs_no_step_where_it_is_affordable(kinds):
     spot, told = place("mlp"), []
     whole = spot.cost(Subnet())
     budget = Budget(**{kind: getattr(whole, FIELDS[kind]) for kind in kinds})
-    update = spot.found(replace(PAPER, budget=budget), tell=told.append)
+    update = spot.found(replace(PAPER, budget=budget), on_progress=told.append)
     assert update.subnets[0].shape == Subnet()
     assert (update.metrics["steps"], update.metrics["evaluations"]) == (0, 1)
     assert told == []
@@ -458,8 +463,8 @@ def test_only_numbers_of_channels_leave_the_client():
     assert update.params == ({},)
     assert update.weight == 0
     assert (update.client, len(update.subnets)) == (0, 1)
-    assert spot.structure.names(update.subnets[0]) == []
-    assert accept(update, spot.structure, spot.params) is update
+    assert spot.structure.tensor_names(update.subnets[0]) == []
+    assert validate_update(update, spot.structure, spot.params) is update
 
 
 @pytest.mark.parametrize("lazy", [True, False])
@@ -496,8 +501,8 @@ def test_as_many_examples_are_drawn_as_are_asked_for_each_once(count, examples, 
     spot = place("mlp")
     watched = Watched(spot.data.select(torch.arange(count)))
     search = replace(PAPER, budget=Budget(), examples=examples, batch_size=batch_size)
-    bench = Workbench(spot.model, spot.structure, {"train": {0: watched}})
-    search.run(Task(0, SENT, spot.params, search, seed), bench)
+    context = ClientContext(spot.model, spot.structure, {"train": {0: watched}})
+    search.run(Task(0, SENT, spot.params, search, seed), context)
     rows = [row for batch in watched.asked for row in batch]
     assert len(set(rows)) == len(rows) == min(count, examples or count)
     lengths = {len(batch) for batch in watched.asked}
@@ -510,9 +515,9 @@ def test_another_seed_draws_other_examples():
     asked = []
     for seed in (0, 1):
         watched = Watched(spot.data)
-        bench = Workbench(spot.model, spot.structure, {"train": {0: watched}})
+        context = ClientContext(spot.model, spot.structure, {"train": {0: watched}})
         search = replace(PAPER, budget=Budget(), examples=10)
-        search.run(Task(0, SENT, spot.params, search, seed), bench)
+        search.run(Task(0, SENT, spot.params, search, seed), context)
         asked.append(watched.asked)
     assert asked[0] != asked[1]
 
@@ -527,7 +532,7 @@ def test_nothing_given_is_changed_and_statistics_are_not_needed():
     assert all(t.equal(before[n]) for n, t in spot.params.items())
     assert all(t.equal(own[n]) for n, t in spot.model.state_dict().items())
     assert {m: m.forward.__func__ for m in spot.model.modules()} == forwards
-    sent = {n: t for n, t in spot.params.items() if n in spot.structure.names(SENT[0])}
+    sent = {n: t for n, t in spot.params.items() if n in spot.structure.tensor_names(SENT[0])}
     assert len(sent) < len(spot.params)
     assert replace(spot, params=sent).found(search).subnets == found.subnets
 
@@ -809,7 +814,7 @@ DECLARED = {
 
 @pytest.mark.parametrize("make", DECLARED)
 def test_nor_in_nets_that_cannot_be_traced(make):
-    spot = placed(make, (6,), 0, Structure.declare(make(), DECLARED[make]))
+    spot = placed(make, (6,), 0, declare_structure(make(), DECLARED[make]))
     params = sum(w.numel() for w in spot.model.parameters())
     before = spot.data.inputs.clone()
     assert_naive(spot, replace(PAPER, budget=Budget(params=params // 2), ratio=0.25))
@@ -819,7 +824,7 @@ def test_nor_in_nets_that_cannot_be_traced(make):
 @pytest.mark.parametrize("make", [mlp, Mobile, many_blocks, in_place_layers, Dense])
 def test_units_are_apart_and_small_or_cannot_be_opened(make):
     model = make()
-    found = units(model)
+    found = find_cacheable_modules(model)
     total = sum(w.numel() for w in model.parameters())
     assert len(found) > 2
     for (_, one), (_, other) in itertools.permutations(found.items(), 2):
@@ -833,5 +838,5 @@ def test_units_are_apart_and_small_or_cannot_be_opened(make):
 
 
 def test_a_block_is_a_unit_where_there_are_many():
-    assert isinstance(units(many_blocks())["1.4"], Summed)
-    assert "1.1.inner" in units(in_place_blocks(2))
+    assert isinstance(find_cacheable_modules(many_blocks())["1.4"], Summed)
+    assert "1.1.inner" in find_cacheable_modules(in_place_blocks(2))

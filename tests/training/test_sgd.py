@@ -1,227 +1,266 @@
-"""Local training, against a loop written by hand."""
+"""How weights move, against torch's own local_training and nets trained alone."""
 
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedquilt.federation.client import Task
-from fedquilt.structure.cut import build, take
-from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.losses import cross_entropy, label_mask, masked
-from fedquilt.training.recipe import Workbench
-from fedquilt.training.sgd import SGD, batches
-from fedquilt.training.statistics import Statistics
+from fedquilt.errors import ConfigError
+from fedquilt.training.attack import PGD
+from fedquilt.training.objectives import Adversarial, CrossEntropy
+from fedquilt.training.settings import LocalTraining, SGDSettings
+from fedquilt.training.sgd import SGDStep, make_trainer, should_stack
+
+
+def test_the_learning_rate_falls_at_each_milestone():
+    settings = LocalTraining(lr=0.1, milestones=(150, 250), milestone_decay=0.1)
+    assert [settings.lr_at(r) for r in (0, 149)] == [0.1, 0.1]
+    assert [settings.lr_at(r) for r in (150, 249)] == pytest.approx([0.01, 0.01])
+    assert settings.lr_at(250) == pytest.approx(0.001)
+
+
+def test_a_cosine_falls_from_the_whole_rate_in_the_first_round_towards_nothing():
+    settings = LocalTraining(lr=0.2, cosine=True)
+    assert settings.lr_at(0, 300) == 0.2
+    assert settings.lr_at(150, 300) == pytest.approx(0.1)
+    assert settings.lr_at(100, 300) == pytest.approx(0.2 * 0.75)  # cos 60° = 1/2
+    assert 0 < settings.lr_at(299, 300) < 1e-5
+    assert settings.lr_at(0, 1) == 0.2
+
+
+@given(st.floats(1e-4, 10), st.integers(1, 1000), st.data())
+def test_a_cosine_never_rises_and_is_symmetric(lr, rounds, data):
+    settings = LocalTraining(lr=lr, cosine=True, milestones=(1, 2), milestone_decay=0.5)
+    one = data.draw(st.integers(0, rounds))
+    other = data.draw(st.integers(one, rounds))
+    assert lr + 1e-12 >= settings.lr_at(one, rounds) >= settings.lr_at(other, rounds) - 1e-12
+    both = settings.lr_at(one, rounds) + settings.lr_at(rounds - one, rounds)
+    assert both == pytest.approx(lr)
+
+
+def test_a_cosine_needs_to_know_where_it_ends():
+    with pytest.raises(ConfigError, match="number of rounds"):
+        LocalTraining(cosine=True).lr_at(3)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize("clip", [None, 0.05, 1e6])
+def test_descent_makes_the_steps_of_torch_sgd(momentum, weight_decay, clip):
+    torch.manual_seed(0)
+    ours = nn.ParameterList([torch.randn(4, 3), torch.randn(4), torch.randn(2)])
+    theirs = copy.deepcopy(ours)
+    descent = SGDStep(ours, SGDSettings(0.1, momentum, weight_decay, clip))
+    sgd = torch.optim.SGD(theirs, lr=0.1, momentum=momentum, weight_decay=weight_decay)
+    for step in range(4):
+        x = torch.randn(5, 3)
+
+        def loss(weights, x=x, step=step):
+            # the two bias terms share one gradient tensor; the last weight is used late
+            found = (x @ weights[0].T + weights[1] + weights[1]).square().mean()
+            return found + weights[2].sum() if step > 1 else found
+
+        descent.step(loss(ours))
+        sgd.zero_grad()
+        loss(theirs).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(theirs, clip)
+        sgd.step()
+        torch.testing.assert_close(list(ours), list(theirs), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_are_followed_stay_as_they_are():
+    weights = [torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)]
+    descent = SGDStep(weights, SGDSettings(0.1, 0.9, weight_decay=0.1, max_grad_norm=0.5))
+    gradients = [torch.arange(3.0), None]
+    for _ in range(2):
+        descent.apply_gradients(gradients)
+    assert gradients[0].equal(torch.arange(3.0))
+    assert weights[1].eq(1).all()  # no gradient, no step, no decay
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def nets(count: int, make=Net) -> list[nn.Module]:
+    """Nets that start apart, some with long gradients and some with short ones."""
+    found = []
+    for number in range(count):
+        torch.manual_seed(number)
+        net = make().train()
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight.mul_(3.0**number)
+        found.append(net)
+    return found
+
+
+def trained(modules, settings, *, stacked: bool, steps: int = 4) -> tuple[list[nn.Module], list]:
+    trainer = make_trainer(modules, settings, CrossEntropy(), (0, 2), stacked=stacked)
+    generator = torch.Generator().manual_seed(9)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(6, 1, 5, 5, generator=generator)
+        y = torch.randint(3, (6,), generator=generator)
+        losses.append(trainer.step((x, y), generator).item())
+    trainer.finish()
+    return modules, losses
+
 
 SETTINGS = {
-    "plain": (Optimiser(momentum=0, weight_decay=0, epochs=1, batch_size=4, clip=None), False),
-    "momentum": (Optimiser(momentum=0.9, weight_decay=0, epochs=2, batch_size=4, clip=None), False),
-    "decay": (Optimiser(momentum=0, weight_decay=0.1, epochs=2, batch_size=4, clip=None), False),
-    "clipped": (Optimiser(momentum=0, weight_decay=0, epochs=2, batch_size=4, clip=0.05), False),
-    "masked": (Optimiser(momentum=0, weight_decay=0, epochs=2, batch_size=4, clip=None), True),
-    "all": (Optimiser(momentum=0.9, weight_decay=5e-4, epochs=3, batch_size=5, clip=0.5), True),
+    "plain": SGDSettings(0.1),
+    "momentum": SGDSettings(0.1, momentum=0.9, weight_decay=0.01),
+    "clipped": SGDSettings(0.1, momentum=0.9, weight_decay=0.01, max_grad_norm=0.1),
+    "clipped without momentum": SGDSettings(0.1, weight_decay=0.01, max_grad_norm=0.1),
 }
 
 
-def by_hand(
-    net: nn.Module, x: Tensor, y: Tensor, settings: Optimiser, lr: float, own: list[int], seed: int
-) -> list[float]:
-    """SGD as the books write it; the loss of every batch of the last epoch, times its size."""
-    generator = torch.Generator().manual_seed(seed)
-    speed = {n: torch.zeros_like(p) for n, p in net.named_parameters()}
-    losses: list[float] = []
-    for _ in range(settings.epochs):
-        losses = []
-        order = torch.randperm(len(y), generator=generator)
-        for start in range(0, len(y), settings.batch_size):
-            rows = order[start : start + settings.batch_size]
-            logits = net.train()(x[rows])
-            if own:
-                mask = torch.zeros(logits.shape[1])
-                mask[own] = 1
-                logits = logits * mask
-            loss = -F.log_softmax(logits, 1)[range(len(rows)), y[rows]].mean()
-            grads = torch.autograd.grad(loss, list(net.parameters()))
-            norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
-            scale = 1.0 if settings.clip is None else min(1.0, settings.clip / norm)
-            with torch.no_grad():
-                for (name, p), g in zip(net.named_parameters(), grads, strict=True):
-                    step = scale * g + settings.weight_decay * p
-                    speed[name] = settings.momentum * speed[name] + step
-                    p -= lr * speed[name]
-            losses.append(loss.item() * len(rows))
-    return losses
-
-
 @pytest.mark.parametrize("kind", SETTINGS)
-@pytest.mark.parametrize("width", [1.0, 0.5])
-def test_the_recipe_is_sgd_as_the_books_write_it(net, structure, bench, data, params, kind, width):
-    settings, is_masked = SETTINGS[kind]
-    subnet = structure.subnet(width)
-    recipe = SGD(settings, lr=0.1, labels=(1, 3), masked=is_masked)
-    update = recipe.run(Task(1, (subnet,), params, recipe, seed=11), bench)
-    expected = build(net, structure, subnet, params)
-    examples = data["train"][1]
-    own = [1, 3] if is_masked else []
-    x, y = examples.batch(torch.arange(len(examples)))
-    losses = by_hand(expected, x, y, settings, 0.1, own, seed=11)
-    for name, tensor in expected.state_dict().items():
-        torch.testing.assert_close(update.params[0][name], tensor, rtol=1e-4, atol=1e-5)
-    assert update.metrics["loss"] == pytest.approx(sum(losses) / len(examples), rel=1e-4)
-    assert update.metrics["examples"] == 14
+@pytest.mark.parametrize("count", [1, 3])
+def test_nets_in_one_pass_learn_what_each_would_alone(kind, count):
+    settings = SETTINGS[kind]
+    stacked, losses = trained(nets(count), settings, stacked=True)
+    turns, in_turn = trained(nets(count), settings, stacked=False)
+    alone = [trained([net], settings, stacked=False) for net in nets(count)]
+    for one, other, ([single], _) in zip(stacked, turns, alone, strict=True):
+        expected = single.state_dict()  # statistics and their counters too
+        for name, tensor in other.state_dict().items():
+            assert tensor.equal(expected[name]), name
+        for name, tensor in one.state_dict().items():
+            torch.testing.assert_close(tensor, expected[name], rtol=2e-4, atol=2e-5)
+    assert losses == pytest.approx(in_turn, rel=1e-4)
+    means = [sum(step) / count for step in zip(*(found for _, found in alone), strict=True)]
+    assert in_turn == pytest.approx(means, rel=1e-5)
 
 
-def test_masked_cross_entropy_puts_zeros_in_place_of_foreign_logits():
-    logits = torch.tensor([[2.0, -1.0, 5.0], [0.5, 3.0, -2.0]])
-    by_hand = [
-        math.log(math.exp(2) + math.exp(-1) + 1) - 2,
-        math.log(math.exp(0.5) + math.exp(3) + 1) - 3,
-    ]
-    found = cross_entropy(logits, torch.tensor([0, 1]), (0, 1))
-    assert found.item() == pytest.approx(sum(by_hand) / 2)
-    assert masked(logits, label_mask((0, 1), 3))[:, 2].tolist() == [0.0, 0.0]
+def test_nets_with_a_module_of_two_names_learn_in_one_pass_too():
+    def made() -> nn.Module:
+        common = nn.Linear(25, 25)
+        return nn.Sequential(
+            nn.Flatten(), common, nn.ReLU(), nn.Sequential(common), nn.Linear(25, 3)
+        )
+
+    stacked, _ = trained(nets(2, made), SETTINGS["momentum"], stacked=True)
+    turns, _ = trained(nets(2, made), SETTINGS["momentum"], stacked=False)
+    for one, other in zip(stacked, turns, strict=True):
+        assert isinstance(one[1].weight, nn.Parameter)
+        for name, tensor in one.state_dict().items():
+            torch.testing.assert_close(tensor, other.state_dict()[name], rtol=2e-4, atol=2e-5)
 
 
-def test_foreign_classes_get_no_gradient():
-    logits = torch.randn(3, 4, requires_grad=True)
-    cross_entropy(logits, torch.tensor([1, 3, 1]), (1, 3)).backward()
-    assert logits.grad[:, [0, 2]].eq(0).all()
-    assert logits.grad[:, [1, 3]].ne(0).all()
+def test_each_net_is_clipped_by_its_own_gradient():
+    """By hand: a stack of two nets with one weight each, gradients 3 and 0.5, clipped to 1."""
+    weights = torch.zeros(2, 1, requires_grad=True)
+    settings = SGDSettings(lr=1.0, max_grad_norm=1.0)
+    SGDStep([weights], settings, nets=2).apply_gradients([torch.tensor([[3.0], [0.5]])])
+    torch.testing.assert_close(weights.detach(), torch.tensor([[-1.0], [-0.5]]))
+    several = [torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)]
+    gradients = [torch.tensor([[3.0, 0.0], [0.0, 0.3]]), torch.tensor([4.0, 0.4])]
+    SGDStep(several, settings, nets=2).apply_gradients(gradients)
+    torch.testing.assert_close(several[0].detach(), torch.tensor([[-0.6, 0.0], [0.0, -0.3]]))
+    torch.testing.assert_close(several[1].detach(), torch.tensor([-0.8, -0.4]))
 
 
-def test_classes_that_were_first_asked_for_in_evaluation_can_be_trained():
-    labels = (0, 5, 7)  # in no other test: masks are kept
-    with torch.inference_mode():
-        cross_entropy(torch.zeros(1, 9), torch.tensor([5]), labels)
-    logits = torch.zeros(1, 9, requires_grad=True)
-    cross_entropy(logits, torch.tensor([5]), labels).backward()
-    assert logits.grad is not None
+@pytest.mark.parametrize("stacked", [False, True])
+def test_frozen_weights_stay_as_they_are(stacked):
+    modules = nets(2)
+    for module in modules:
+        module.conv.weight.requires_grad_(False)
+    before = [module.conv.weight.clone() for module in modules]
+    trained(modules, SETTINGS["momentum"], stacked=stacked)
+    for module, old in zip(modules, before, strict=True):
+        assert module.conv.weight.equal(old)
+        assert module.out.weight.requires_grad
+        assert not module.conv.weight.requires_grad
 
 
-def test_labels_may_have_as_many_axes_as_the_logits_but_one():
-    logits, labels = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
-    expected = sum(cross_entropy(logits[i, j : j + 1], labels[i, j : j + 1])
-                   for i in range(2) for j in range(3)) / 6  # fmt: skip
-    torch.testing.assert_close(cross_entropy(logits, labels), expected)
+def test_an_objective_of_another_kind_is_never_stacked():
+    """An attack asks a net again and again; that is written for one net."""
+    objective = Adversarial(PGD(epsilon=0.1, steps=1, random_start=False))
+    found = []
+    for stacked in (True, False):
+        modules = nets(2)
+        trainer = make_trainer(modules, SETTINGS["plain"], objective, stacked=stacked)
+        x, y = (
+            torch.rand(4, 1, 5, 5, generator=torch.Generator().manual_seed(0)),
+            torch.arange(4) % 3,
+        )
+        trainer.step((x, y), torch.Generator())
+        trainer.finish()
+        found.append(modules)
+    for one, other in zip(*found, strict=True):
+        assert all(t.equal(other.state_dict()[n]) for n, t in one.state_dict().items())
 
 
-@given(st.integers(1, 60), st.integers(1, 12), st.integers(0, 9))
-def test_batches_cover_everything_once_but_a_single_leftover(count, size, seed):
-    generator = torch.Generator().manual_seed(seed)
-    found = list(batches(count, size, generator))
-    rows = torch.cat(found).tolist()
-    single_left = size > 1 and count > 1 and count % size == 1
-    assert len(set(rows)) == len(rows) == count - single_left
-    assert all(len(b) == size for b in found[:-1])
-    again = list(batches(count, size, torch.Generator().manual_seed(seed)))
-    assert all(a.equal(b) for a, b in zip(found, again, strict=True))
-    assert torch.cat(list(batches(count, size, None))).tolist() == list(range(count))
+class Asking(Net):
+    """Looks at the values of its inputs, which a stack has no single answer for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer = super().forward(x)
+        return answer if answer.sum() > 1e9 else 2 * answer
 
 
-def test_another_epoch_brings_other_batches():
-    generator = torch.Generator().manual_seed(0)
-    one, other = (torch.cat(list(batches(50, 7, generator))) for _ in range(2))
-    assert not one.equal(other)
+class Reading(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float(self.out.bias.abs().max().item() + 1)
 
 
-def test_only_the_rows_of_own_classes_come_back(structure, bench, params):
-    recipe = SGD(Optimiser(epochs=1), lr=0.1, labels=(1, 3), masked=True, own_rows=True)
-    update = recipe.run(Task(1, (structure.subnet(0.5),), params, recipe, 0), bench)
-    whole = SGD(Optimiser(epochs=1), lr=0.1, labels=(1, 3), masked=True)
-    all_rows = whole.run(Task(1, (structure.subnet(0.5),), params, whole, 0), bench)
-    for name, tensor in update.params[0].items():
-        expected = all_rows.params[0][name]
-        assert tensor.equal(expected[[1, 3]] if name.startswith("classifier") else expected), name
+class Attentive(nn.Module):
+    """PyTorch warns that attention is slow on a stack; that is what the trial is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2)[..., :8]
+        return self.out(self.attention(x, x, x, need_weights=False)[0].mean(1))
 
 
-def test_frozen_parameters_are_not_trained(net, structure, data, params):
-    frozen = copy.deepcopy(net)
-    frozen.first.weight.requires_grad_(False)
-    recipe = SGD(Optimiser(epochs=1), lr=0.1)
-    bench = Workbench(frozen, structure, data)
-    update = recipe.run(Task(0, (structure.subnet(0.5),), params, recipe, 0), bench)
-    kept = take(params, structure, structure.subnet(0.5))
-    assert update.params[0]["first.weight"].equal(kept["first.weight"])
-    assert not update.params[0]["first.bias"].equal(kept["first.bias"])
+@pytest.mark.parametrize("make", [Asking, Reading])
+def test_a_model_that_cannot_be_stacked_is_not_quicker_together(make):
+    assert should_stack(make(), torch.zeros(2, 1, 5, 5), 3, 4) is False
 
 
-def test_work_on_a_bench_leaves_no_trace_in_later_work(structure, fresh_bench, params):
-    subnet = structure.subnet(0.5)
-    recipe = SGD(Optimiser(epochs=1), lr=0.1, scale=True)
-    task = Task(0, (subnet.leaving(":statistics"),), params, recipe, 3)
-    expected = recipe.run(task, fresh_bench())
-    used = fresh_bench()
-    noise = {n: t * 3 + 1 for n, t in params.items()}
-    for other in (recipe, Statistics(4), SGD(Optimiser(epochs=1), lr=1.0, home=("first.*",))):
-        other.run(Task(2, (subnet,), noise, other, 8), used)
-    found = recipe.run(task, used)
-    assert all(found.params[0][n].equal(t) for n, t in expected.params[0].items())
-    assert found.metrics == expected.metrics
+@pytest.mark.parametrize("make", [Net, Attentive])
+def test_a_trial_leaves_the_model_and_all_draws_alone(make):
+    model = make()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    torch.manual_seed(0)
+    mode = model.training
+    answer = should_stack(model, torch.zeros(1, 1, 5, 5), 2, 4)
+    assert isinstance(answer, bool)
+    following = torch.rand(())
+    torch.manual_seed(0)
+    assert following.equal(torch.rand(()))
+    assert all(t.equal(before[n]) for n, t in model.state_dict().items())
+    assert model.training == mode
 
 
-def test_what_comes_back_is_the_benchs_no_more(structure, bench, params):
-    recipe = SGD(Optimiser(epochs=1), lr=0.1)
-    first = recipe.run(Task(0, (Subnet(),), params, recipe, 3), bench)
-    before = {n: t.clone() for n, t in first.params[0].items()}
-    recipe.run(Task(1, (Subnet(),), params, recipe, 4), bench)
-    assert all(t.equal(before[n]) for n, t in first.params[0].items())
+class Slow(nn.Module):
+    """One small product after another: on a stack each is one call instead of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
 
 
-SEVERAL = [Subnet().owning(str(i), "*") for i in range(3)]
-
-
-def apart(params):
-    """Three owners whose tensors are their own, all different."""
-    return {
-        f"{n}@{i}": t * (1 + 0.3 * i) if t.is_floating_point() else t
-        for i in range(3)
-        for n, t in params.items()
-    }
-
-
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_several_subnets_are_trained_each_on_its_own_loss_and_the_same_batches(
-    structure, fresh_bench, params, kind
-):
-    settings, is_masked = SETTINGS[kind]
-    recipe = SGD(settings, lr=0.1, labels=(1, 3), masked=is_masked, scale=True)
-    given = apart(params)
-    update = recipe.run(Task(1, tuple(SEVERAL), given, recipe, 11), fresh_bench())
-    alone = [recipe.run(Task(1, (s,), given, recipe, 11), fresh_bench()) for s in SEVERAL]
-    assert update.subnets == tuple(SEVERAL)
-    for part, (one,) in zip(update.params, (u.params for u in alone), strict=True):
-        assert part.keys() == one.keys()
-        assert all(t.equal(one[n]) for n, t in part.items())
-    mean = sum(u.metrics["loss"] for u in alone) / 3
-    assert update.metrics["loss"] == pytest.approx(mean, rel=1e-5)
-
-
-def test_subnets_of_different_widths_can_be_trained_side_by_side(structure, fresh_bench, params):
-    recipe = SGD(Optimiser(epochs=1, batch_size=4), lr=0.1)
-    subnets = tuple(structure.subnet(w) for w in (0.5, 1.0, 0.5, 0.3))
-    update = recipe.run(Task(0, subnets, params, recipe, 2), fresh_bench())
-    for subnet, part in zip(subnets, update.params, strict=True):
-        alone = recipe.run(Task(0, (subnet,), params, recipe, 2), fresh_bench())
-        assert all(t.equal(part[n]) for n, t in alone.params[0].items())
-
-
-def test_each_of_several_subnets_keeps_what_stays_at_home(structure, fresh_bench, params):
-    home = (":statistics",)
-    recipe = SGD(Optimiser(epochs=1, batch_size=4), lr=0.1, home=home)
-    bench, given = fresh_bench(), apart(params)
-    bench.kept = {"norm.running_mean@7": torch.ones(6)}  # of one that is not trained now
-    update = recipe.run(Task(0, tuple(SEVERAL[:2]), given, recipe, 2), bench)
-    assert not any(set(part) & structure.statistics for part in update.params)
-    own = {f"{n}@{i}" for n in structure.statistics for i in (0, 1)}
-    assert set(bench.to_keep) == own | {"norm.running_mean@7"}
-    zeros = torch.zeros(6)  # the model's own first values, not what travelled
-    assert not bench.to_keep["norm.running_mean@0"].equal(zeros)
-    assert not bench.to_keep["norm.running_mean@0"].equal(bench.to_keep["norm.running_mean@1"])
+def test_many_small_nets_are_quicker_together():
+    assert should_stack(Slow(), torch.zeros(1, 4), 16, 4)

@@ -11,32 +11,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedquilt.data.examples import as_examples
+from fedquilt.data import to_examples
 from fedquilt.federation.client import Task
-from fedquilt.structure.cut import build, take
-from fedquilt.structure.groups import NORMS, Structure
+from fedquilt.structure.create import declare_structure, trace_structure
+from fedquilt.structure.cut import build_module, copy_subnet_tensors
+from fedquilt.structure.derive import restrict_structure
+from fedquilt.structure.structure import NORMS, Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.recipe import Workbench
-from fedquilt.training.sgd import SGD
+from fedquilt.training.context import ClientContext
+from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.settings import LocalTraining
 from fedquilt.training.slimmable import Slimmable
-from fedquilt.training.tracking import untracked
+from fedquilt.training.tracking import without_running_stats
 
 FIRST, SECOND = 6, 10  # channels of the net
-PLAIN = Optimiser(momentum=0, weight_decay=0, epochs=1, batch_size=14, clip=None)
+PLAIN = LocalTraining(momentum=0, weight_decay=0, epochs=1, batch_size=14, max_grad_norm=None)
 SETTINGS = {
     "one step": PLAIN,
     "many steps": replace(PLAIN, epochs=2, batch_size=5),
     "momentum": replace(PLAIN, momentum=0.9, weight_decay=0.01, epochs=2, batch_size=5),
-    "clipped": replace(PLAIN, momentum=0.9, epochs=2, batch_size=5, clip=0.05),
+    "clipped": replace(PLAIN, momentum=0.9, epochs=2, batch_size=5, max_grad_norm=0.05),
 }
 
 
 @pytest.fixture(scope="module")
 def bare(net, structure) -> tuple[nn.Module, Structure]:
     """The net whose every batch is normalised by itself."""
-    model = untracked(net)
-    return model, structure.among(model)
+    model = without_running_stats(net)
+    return model, restrict_structure(structure, model)
 
 
 Kept = tuple[Tensor, Tensor]  # channels of the two layers
@@ -100,7 +102,9 @@ def by_hand(params, nets, data, settings, lr, seed, own=()):
             found = torch.autograd.grad(total, [p[n] for n in learned], allow_unused=True)
             used = {n: g for n, g in zip(learned, found, strict=True) if g is not None}
             length = torch.cat([g.flatten() for g in used.values()]).norm().item()
-            short = 1.0 if settings.clip is None else min(1.0, settings.clip / length)
+            short = (
+                1.0 if settings.max_grad_norm is None else min(1.0, settings.max_grad_norm / length)
+            )
             with torch.no_grad():
                 for n, g in used.items():
                     speed[n] = settings.momentum * speed[n] + short * g
@@ -135,9 +139,10 @@ def test_gradients_of_all_widths_are_summed(bare, data, params, kind, widths):
     net, structure = bare
     given = {n: params[n] for n in structure.shapes}
     wide, *narrow = (structure.subnet(w) for w in widths)
-    subnets = (wide, *(s.leaving("*") for s in narrow))
+    subnets = (wide, *(s.excluding("*") for s in narrow))
     recipe = Slimmable(SETTINGS[kind], lr=0.1, weight=7.0)
-    update = recipe.run(Task(0, subnets, given, recipe, 11), Workbench(net, structure, data))
+    context = ClientContext(net, structure, data)
+    update = recipe.run(Task(0, subnets, given, recipe, 11), context).update
     nets = [(leading(w), "") for w in widths]
     examples = data["train"][0]
     expected, loss = by_hand(given, nets, examples, SETTINGS[kind], 0.1, 11)
@@ -152,9 +157,10 @@ def test_gradients_of_all_widths_are_summed(bare, data, params, kind, widths):
 def test_every_width_answers_with_the_clients_own_classes(bare, data, params):
     net, structure = bare
     given = {n: params[n] for n in structure.shapes}
-    subnets = (structure.subnet(1.0), structure.subnet(0.5).leaving("*"))
+    subnets = (structure.subnet(1.0), structure.subnet(0.5).excluding("*"))
     recipe = Slimmable(PLAIN, lr=0.1, labels=(1, 3), masked=True)
-    update = recipe.run(Task(1, subnets, given, recipe, 4), Workbench(net, structure, data))
+    context = ClientContext(net, structure, data)
+    update = recipe.run(Task(1, subnets, given, recipe, 4), context).update
     nets = [(leading(1.0), ""), (leading(0.5), "")]
     expected, _ = by_hand(given, nets, data["train"][1], PLAIN, 0.1, 4, own=(1, 3))
     assert_cells(update.params[0], expected, leading(1.0))
@@ -164,14 +170,15 @@ def test_every_width_is_scaled_by_its_own_share():
     """On a net without normalisation, which would undo it."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4))
-    structure = Structure.trace(net, torch.zeros(2, 3))
+    structure = trace_structure(net, torch.zeros(2, 3))
     x, y = torch.randn(6, 3), torch.arange(6) % 4
-    data = {"train": {0: as_examples((x, y))}}
+    data = {"train": {0: to_examples((x, y))}}
     params = {n: t.detach() for n, t in net.named_parameters()}
     wide, *narrow = (structure.subnet(w) for w in (1.0, 0.5, 0.25))
-    subnets = (wide, *(s.leaving("*") for s in narrow))
+    subnets = (wide, *(s.excluding("*") for s in narrow))
     recipe = Slimmable(replace(PLAIN, batch_size=6), lr=0.5, scale=True)
-    update = recipe.run(Task(0, subnets, params, recipe, 0), Workbench(net, structure, data))
+    context = ClientContext(net, structure, data)
+    update = recipe.run(Task(0, subnets, params, recipe, 0), context).update
     p = {n: t.clone().requires_grad_() for n, t in params.items()}
     loss = torch.zeros(())
     for kept in (8, 4, 2):
@@ -187,15 +194,16 @@ def test_every_width_is_scaled_by_its_own_share():
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_every_width_has_normalisation_of_its_own(net, structure, data, params, kind):
     widths = (1.0, 0.5, 0.3)
-    names = sorted(structure.matching((NORMS,)))
+    names = sorted(structure.match_names((NORMS,)))
     given = dict(params)
     for number, width in enumerate(widths[:2]):  # nobody has trained the narrowest yet
         own = {n: params[n] + number if params[n].is_floating_point() else params[n] for n in names}
         given |= {f"{n}@{width:g}": t for n, t in own.items()}
-    wide, *narrow = (structure.subnet(w).owning(f"{w:g}", NORMS) for w in widths)
-    subnets = (wide, *(s.leaving("*", f"!{NORMS}") for s in narrow))
+    wide, *narrow = (structure.subnet(w).with_private(f"{w:g}", NORMS) for w in widths)
+    subnets = (wide, *(s.excluding("*", f"!{NORMS}") for s in narrow))
     recipe = Slimmable(SETTINGS[kind], lr=0.1)
-    update = recipe.run(Task(0, subnets, given, recipe, 5), Workbench(net, structure, data))
+    context = ClientContext(net, structure, data)
+    update = recipe.run(Task(0, subnets, given, recipe, 5), context).update
     start = given | {f"{n}@0.3": params[n] for n in names}
     start = {n: t for n, t in start.items() if t.is_floating_point()}
     nets = [(leading(w), f"{w:g}") for w in widths]
@@ -212,11 +220,15 @@ def test_channels_need_not_be_leading_ones(bare, data, params):
     assert [structure.groups[g].size for g in groups] == [FIRST, SECOND]
     wide = ((0, 2, 3, 5), (1, 2, 6, 7, 9))
     narrow = ((2, 5), (1, 7, 9))
-    subnets = tuple(Subnet.of(dict(zip(groups, kept, strict=True))) for kept in (wide, narrow))
-    task_subnets = (subnets[0], subnets[1].leaving("*"))
+    subnets = tuple(
+        Subnet.from_channels(dict(zip(groups, kept, strict=True))) for kept in (wide, narrow)
+    )
+    task_subnets = (subnets[0], subnets[1].excluding("*"))
     settings = SETTINGS["momentum"]
     recipe = Slimmable(settings, lr=0.1)
-    update = recipe.run(Task(0, task_subnets, given, recipe, 2), Workbench(net, structure, data))
+    update = recipe.run(
+        Task(0, task_subnets, given, recipe, 2), ClientContext(net, structure, data)
+    ).update
     nets = [(tuple(map(torch.tensor, kept)), "") for kept in (wide, narrow)]
     expected, _ = by_hand(given, nets, data["train"][0], settings, 0.1, 2)
     assert_cells(update.params[0], expected, nets[0][0])
@@ -225,10 +237,10 @@ def test_channels_need_not_be_leading_ones(bare, data, params):
 def test_one_width_alone_is_plain_training_bit_for_bit(structure, fresh_bench, params):
     settings, subnet = SETTINGS["momentum"], structure.subnet(0.5)
     found = [
-        recipe.run(Task(1, (subnet,), params, recipe, 3), fresh_bench())
+        recipe.run(Task(1, (subnet,), params, recipe, 3), fresh_bench()).update
         for recipe in (
             Slimmable(settings, 0.1, (1, 3), masked=True, scale=True, weight=2.0),
-            SGD(settings, 0.1, (1, 3), masked=True, scale=True, weight=2.0),
+            LocalSGD(settings, 0.1, (1, 3), masked=True, scale=True, weight=2.0),
         )
     ]
     assert all(t.equal(found[1].params[0][n]) for n, t in found[0].params[0].items())
@@ -242,9 +254,10 @@ def test_widths_agree_on_what_they_share_when_all_of_it_comes_back(bare, data, p
     given = {n: params[n] for n in structure.shapes}
     subnets = tuple(structure.subnet(w) for w in (1.0, 0.5, 0.3))
     recipe = Slimmable(SETTINGS["momentum"], lr=0.1)
-    update = recipe.run(Task(0, subnets, given, recipe, 1), Workbench(net, structure, data))
+    context = ClientContext(net, structure, data)
+    update = recipe.run(Task(0, subnets, given, recipe, 1), context).update
     for subnet, part in zip(subnets, update.params, strict=True):
-        cells = take(update.params[0], structure, subnet)
+        cells = copy_subnet_tensors(update.params[0], structure, subnet)
         assert part.keys() == cells.keys()
         assert all(part[n].equal(t) for n, t in cells.items())
 
@@ -264,13 +277,14 @@ class Sum(nn.Module):
 
 def test_weights_that_share_a_gradient_are_told_apart():
     net = Sum()
-    structure = Structure.declare(net, {"a": ("h",), "b": ("h",), "out": (None, "h")})
+    structure = declare_structure(net, {"a": ("h",), "b": ("h",), "out": (None, "h")})
     x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
-    data = {"train": {0: as_examples((x, y))}}
+    data = {"train": {0: to_examples((x, y))}}
     params = {n: t.detach() for n, t in net.named_parameters()}
-    subnets = (structure.subnet(1.0), structure.subnet(0.5).leaving("*"))
+    subnets = (structure.subnet(1.0), structure.subnet(0.5).excluding("*"))
     recipe = Slimmable(replace(PLAIN, batch_size=6), lr=0.5)
-    update = recipe.run(Task(0, subnets, params, recipe, 0), Workbench(net, structure, data))
+    context = ClientContext(net, structure, data)
+    update = recipe.run(Task(0, subnets, params, recipe, 0), context).update
     p = {n: t.clone().requires_grad_() for n, t in params.items()}
     loss = sum(
         F.cross_entropy((x[:, :k] * (p["a"] + p["b"])[:k]) @ p["out"][:, :k].T, y) for k in (4, 2)
@@ -285,9 +299,10 @@ def test_frozen_weights_are_shared_but_not_trained(bare, data, params):
     frozen = copy.deepcopy(net)
     frozen.first.weight.requires_grad_(False)
     given = {n: params[n] for n in structure.shapes}
-    subnets = (structure.subnet(1.0), structure.subnet(0.5).leaving("*"))
+    subnets = (structure.subnet(1.0), structure.subnet(0.5).excluding("*"))
     recipe = Slimmable(PLAIN, lr=0.1)
-    update = recipe.run(Task(0, subnets, given, recipe, 3), Workbench(frozen, structure, data))
+    context = ClientContext(frozen, structure, data)
+    update = recipe.run(Task(0, subnets, given, recipe, 3), context).update
     nets = [(leading(1.0), ""), (leading(0.5), "")]
     expected, _ = by_hand(given, nets, data["train"][0], PLAIN, 0.1, 3)
     expected["first.weight"] = given["first.weight"]
@@ -299,9 +314,9 @@ def test_nothing_given_is_changed(bare, data, params):
     given = {n: params[n].clone() for n in structure.shapes}
     before = {n: t.clone() for n, t in given.items()}
     own = {n: t.clone() for n, t in net.state_dict().items()}
-    subnets = (structure.subnet(1.0), structure.subnet(0.5).leaving("*"))
+    subnets = (structure.subnet(1.0), structure.subnet(0.5).excluding("*"))
     recipe = Slimmable(PLAIN, lr=0.1)
-    recipe.run(Task(0, subnets, given, recipe, 3), Workbench(net, structure, data))
+    recipe.run(Task(0, subnets, given, recipe, 3), ClientContext(net, structure, data))
     assert all(t.equal(before[n]) for n, t in given.items())
     assert all(t.equal(own[n]) for n, t in net.state_dict().items())
 
@@ -310,7 +325,7 @@ def test_the_oracle_computes_what_a_built_net_does(net, structure, data, params)
     """So that a mistake shared by both would have to be in both."""
     x = data["test"][0].inputs
     for width in (1.0, 0.5, 0.3):
-        module = build(net, structure, structure.subnet(width), params).train()
+        module = build_module(net, structure, structure.subnet(width), params).train()
         p = {n: t.clone() for n, t in params.items() if t.is_floating_point()}
         torch.testing.assert_close(logits(p, leading(width), x), module(x).detach())
         for name in ("norm.running_mean", "norm2.running_var"):

@@ -11,31 +11,36 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedquilt.data.examples import as_examples
-from fedquilt.federation.average import average
+from fedquilt.data import to_examples
+from fedquilt.federation.aggregation import average
 from fedquilt.federation.client import Task
-from fedquilt.structure.cut import build, take
+from fedquilt.structure.cut import build_module, copy_subnet_tensors
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.sgd import batches
-from fedquilt.training.statistics import ENOUGH, Statistics, calibrate
-from fedquilt.training.tracking import batch_statistics, cumulative, needs_batches, untracked
+from fedquilt.training.loop import iterate_batches
+from fedquilt.training.statistics import MAX_EXAMPLES, QueryStatistics, calibrate
+from fedquilt.training.tracking import (
+    cumulative_statistics,
+    needs_batches,
+    use_batch_statistics,
+    without_running_stats,
+)
 
 
-def queried(structure, bench, params, widths, batch_size=4):
-    subnets = tuple(structure.subnet(w).owning(f"{w:g}", ":statistics") for w in widths)
-    recipe = Statistics(batch_size)
+def queried(structure, context, params, widths, batch_size=4):
+    subnets = tuple(structure.subnet(w).with_private(f"{w:g}", ":statistics") for w in widths)
+    recipe = QueryStatistics(batch_size)
     tasks = [Task(client, subnets, params, recipe, 20 + client) for client in (0, 1, 2)]
-    return subnets, [recipe.run(task, bench) for task in tasks]
+    return subnets, [recipe.run(task, context).update for task in tasks]
 
 
 @pytest.mark.parametrize("widths", [(1.0,), (1.0, 0.5, 0.2)])
 def test_the_mean_over_clients_is_one_pass_over_all_their_batches(
-    net, structure, bench, data, params, widths
+    net, structure, context, data, params, widths
 ):
-    subnets, updates = queried(structure, bench, params, widths)
+    subnets, updates = queried(structure, context, params, widths)
     merged = average(params, structure, updates)
     for width, subnet in zip(widths, subnets, strict=True):
-        module = build(net, structure, structure.subnet(width), params).eval()
+        module = build_module(net, structure, structure.subnet(width), params).eval()
         for layer in (module.norm, module.norm2):
             layer.reset_running_stats()
             layer.momentum = None  # cumulative
@@ -44,16 +49,16 @@ def test_the_mean_over_clients_is_one_pass_over_all_their_batches(
             for client in (0, 1, 2):
                 examples = data["train"][client]
                 generator = torch.Generator().manual_seed(20 + client)
-                for rows in batches(len(examples), 4, generator):
+                for rows in iterate_batches(len(examples), 4, generator):
                     module(examples.batch(rows)[0])
-        found = take(merged, structure, subnet)
+        found = copy_subnet_tensors(merged, structure, subnet)
         for name, tensor in module.named_buffers():
             if tensor.is_floating_point():
                 torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_every_size_has_statistics_of_its_own_and_the_shared_ones_stay(structure, bench, params):
-    _, updates = queried(structure, bench, params, (1.0, 0.5))
+def test_every_size_has_statistics_of_its_own_and_the_shared_ones_stay(structure, context, params):
+    _, updates = queried(structure, context, params, (1.0, 0.5))
     merged = average(params, structure, updates)
     assert all(merged[n].equal(t) for n, t in params.items())
     own = {f"{n}@{w}" for n in structure.statistics for w in ("1", "0.5")}
@@ -61,36 +66,36 @@ def test_every_size_has_statistics_of_its_own_and_the_shared_ones_stay(structure
     assert not merged["norm2.running_mean@0.5"][:5].allclose(merged["norm2.running_mean@1"][:5])
 
 
-def test_nothing_but_statistics_comes_back(structure, bench, params):
-    _, updates = queried(structure, bench, params, (1.0, 0.5))
+def test_nothing_but_statistics_comes_back(structure, context, params):
+    _, updates = queried(structure, context, params, (1.0, 0.5))
     for update in updates:
         assert all(set(part) == set(structure.statistics) for part in update.params)
     assert [u.weight for u in updates] == [4.0, 4.0, 2.0]  # batches of at most four examples
 
 
-def test_the_answer_does_not_depend_on_the_statistics_sent(structure, bench, params):
+def test_the_answer_does_not_depend_on_the_statistics_sent(structure, context, params):
     other = {n: t + 5 if n in structure.statistics else t for n, t in params.items()}
-    answers = [queried(structure, bench, p, (0.5,))[1][0].params[0] for p in (params, other)]
+    answers = [queried(structure, context, p, (0.5,))[1][0].params[0] for p in (params, other)]
     assert all(answers[1][n].equal(t) for n, t in answers[0].items())
 
 
-def test_the_question_changes_neither_weights_nor_settings(structure, bench, params):
+def test_the_question_changes_neither_weights_nor_settings(structure, context, params):
     before = {n: t.clone() for n, t in params.items()}
-    queried(structure, bench, params, (1.0,))
+    queried(structure, context, params, (1.0,))
     assert all(t.equal(before[n]) for n, t in params.items())
-    module = bench.module(structure.subnet(1.0), params)
+    module = context.module(structure.subnet(1.0), params)
     assert [module.norm.momentum, module.norm2.momentum] == [0.1, 0.1]
     assert all(module.state_dict()[n].equal(t) for n, t in params.items())
 
 
 def test_several_passes_are_shuffled_anew_and_count_as_so_many_batches(
-    structure, bench, data, params
+    structure, context, data, params
 ):
     """By hand for the first layer: the mean of all batches' means, over three passes."""
-    recipe = Statistics(4, epochs=3)
-    update = recipe.run(Task(0, (Subnet(),), params, recipe, 9), bench)
+    recipe = QueryStatistics(4, epochs=3)
+    update = recipe.run(Task(0, (Subnet(),), params, recipe, 9), context).update
     examples, generator = data["train"][0], torch.Generator().manual_seed(9)
-    drawn = [list(batches(14, 4, generator)) for _ in range(3)]
+    drawn = [list(iterate_batches(14, 4, generator)) for _ in range(3)]
     assert not drawn[0][0].equal(drawn[1][0])
     outputs = [
         F.conv2d(examples.inputs[rows], params["first.weight"], params["first.bias"], padding=1)
@@ -103,17 +108,17 @@ def test_several_passes_are_shuffled_anew_and_count_as_so_many_batches(
     assert update.weight == 12.0
 
 
-def test_subnets_that_own_everything_are_asked_one_by_one(structure, bench, params):
+def test_subnets_that_own_everything_are_asked_one_by_one(structure, context, params):
     given = {
         f"{n}@{i}": t * (1 + i) if t.is_floating_point() else t
         for i in range(3)
         for n, t in params.items()
     }
-    subnets = tuple(Subnet().owning(str(i), "*") for i in range(3))
-    recipe = Statistics(4)
-    update = recipe.run(Task(0, subnets, given, recipe, 2), bench)
+    subnets = tuple(Subnet().with_private(str(i), "*") for i in range(3))
+    recipe = QueryStatistics(4)
+    update = recipe.run(Task(0, subnets, given, recipe, 2), context).update
     for subnet, found in zip(subnets, update.params, strict=True):
-        alone = recipe.run(Task(0, (subnet,), given, recipe, 2), bench)
+        alone = recipe.run(Task(0, (subnet,), given, recipe, 2), context).update
         assert all(t.equal(found[n]) for n, t in alone.params[0].items())
     merged = average(given, structure, [update])
     assert merged.keys() == given.keys()
@@ -122,17 +127,17 @@ def test_subnets_that_own_everything_are_asked_one_by_one(structure, bench, para
 
 
 def test_an_untracked_copy_normalises_every_batch_by_itself(net, data):
-    bare = untracked(net)
+    bare = without_running_stats(net)
     assert net.norm.running_mean is not None  # the model itself is left as it is
     assert not any("running" in n or "tracked" in n for n in bare.state_dict())
     assert bare.state_dict().keys() == dict(net.named_parameters()).keys()
     x = data["test"][0].inputs
     with torch.no_grad():
-        expected = untracked(net).train()(x)
+        expected = without_running_stats(net).train()(x)
         assert bare.eval()(x).equal(expected)
         assert not bare(x[:4]).allclose(bare(x)[:4])  # it depends on the company
     plain = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    assert untracked(plain).state_dict().keys() == plain.state_dict().keys()
+    assert without_running_stats(plain).state_dict().keys() == plain.state_dict().keys()
 
 
 def small_net(rate: float = 0.5) -> nn.Module:
@@ -160,11 +165,13 @@ def one_pass(net: nn.Module, batches: list[np.ndarray]) -> dict[str, np.ndarray]
     return {n.replace(".", ".running_"): np.mean(each, 0) for n, each in seen.items()}
 
 
-@pytest.mark.parametrize(("count", "batch_size"), [(30, 128), (30, 8), (2, 4), (ENOUGH + 200, 128)])
+@pytest.mark.parametrize(
+    ("count", "batch_size"), [(30, 128), (30, 8), (2, 4), (MAX_EXAMPLES + 200, 128)]
+)
 def test_calibrated_statistics_are_those_of_one_pass_over_the_data(count, batch_size):
-    data = as_examples((3 * torch.randn(count, 3) + 1, torch.zeros(count, dtype=torch.int64)))
+    data = to_examples((3 * torch.randn(count, 3) + 1, torch.zeros(count, dtype=torch.int64)))
     net = small_net()
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(7))[:ENOUGH]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(7))[:MAX_EXAMPLES]
     parts = -(-len(order) // batch_size)
     rows = np.array_split(order.numpy(), parts)
     expected = one_pass(net, [data.inputs.double().numpy()[some] for some in rows])
@@ -176,7 +183,7 @@ def test_calibrated_statistics_are_those_of_one_pass_over_the_data(count, batch_
 
 
 def test_calibration_forgets_what_was_known_and_leaves_all_else():
-    data = as_examples((torch.randn(20, 3), torch.zeros(20, dtype=torch.int64)))
+    data = to_examples((torch.randn(20, 3), torch.zeros(20, dtype=torch.int64)))
     net, other = small_net(), small_net()
     with torch.no_grad():
         for name, buffer in other.named_buffers():
@@ -193,7 +200,7 @@ def test_calibration_forgets_what_was_known_and_leaves_all_else():
 def test_instance_normalisation_that_tracks_is_averaged_over_batches_too():
     layer = nn.InstanceNorm1d(2, track_running_stats=True)
     batches = [torch.randn(4, 2, 9) + 3 * i for i in range(3)]
-    with torch.no_grad(), cumulative(layer):
+    with torch.no_grad(), cumulative_statistics(layer):
         for x in batches:
             layer(x)
     expected = torch.stack([x.mean((0, 2)) for x in batches]).mean(0)
@@ -207,9 +214,9 @@ def test_batch_statistics_are_used_within_and_stored_ones_are_as_before(net):
     before = {n: t.clone() for n, t in model.state_dict().items()}
     stored = model(x)
     assert not needs_batches(model)
-    with batch_statistics(model):
+    with use_batch_statistics(model):
         assert needs_batches(model)
-        torch.testing.assert_close(model(x), untracked(model)(x))
+        torch.testing.assert_close(model(x), without_running_stats(model)(x))
         assert not torch.allclose(model(x), stored)
     assert model(x).equal(stored)
     assert all(t.equal(before[n]) for n, t in model.state_dict().items())

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data import Examples
-from fedquilt.federation.average import average
+from fedquilt.federation.aggregation import average
 from fedquilt.federation.client import Task, Update
 from fedquilt.models.transformer import MaskedTransformer
-from fedquilt.structure.groups import Structure
-from fedquilt.structure.trace import named_tensors
-from fedquilt.training import tested
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.recipe import Workbench
-from fedquilt.training.sgd import SGD
-from fedquilt.training.tokens import reading, tokens_read
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.tensors import named_tensors
+from fedquilt.training import local_test
+from fedquilt.training.context import ClientContext
+from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.settings import LocalTraining
+from fedquilt.training.tokens import map_tokens_to_groups, record_tokens
 
 WORDS, LENGTH = 12, 5
 TOKENS = {0: (0, 1, 2, 5), 1: (2, 5, 7)}  # of each client; 3, 4, 6 and 8 to 11 nobody has
@@ -61,17 +62,19 @@ def texts(client: int, num_classes: int = 3) -> Examples:
     return Examples(own[drawn], labels)
 
 
-def made(net: nn.Module, num_classes: int = 3) -> tuple[Structure, Workbench]:
-    structure = Structure.trace(net, texts(0).batch(torch.arange(2))[0])
+def made(net: nn.Module, num_classes: int = 3) -> tuple[Structure, ClientContext]:
+    structure = trace_structure(net, texts(0).batch(torch.arange(2))[0])
     data = {client: texts(client, num_classes) for client in TOKENS}
-    return structure, Workbench(net, structure, {"train": data, "test": data})
+    return structure, ClientContext(net, structure, {"train": data, "test": data})
 
 
 def trained(net: nn.Module, client: int, width: float = 1.0, **settings) -> Update:
-    structure, bench = made(net)
-    decaying = Optimiser(epochs=1, batch_size=4, weight_decay=0.1)
-    recipe = SGD(decaying, lr=0.1, **{"labels": (0, 1, 2), "own_rows": True, **settings})
-    return recipe.run(Task(client, (structure.subnet(width),), params_of(net), recipe, 0), bench)
+    structure, context = made(net)
+    decaying = LocalTraining(epochs=1, batch_size=4, weight_decay=0.1)
+    recipe = LocalSGD(decaying, lr=0.1, **{"labels": (0, 1, 2), "own_rows": True, **settings})
+    return recipe.run(
+        Task(client, (structure.subnet(width),), params_of(net), recipe, 0), context
+    ).update
 
 
 def params_of(net: nn.Module) -> dict[str, Tensor]:
@@ -86,23 +89,23 @@ def net() -> nn.Module:
 
 def test_what_embeddings_look_up_is_noted_while_it_is_asked_for(net):
     structure, _ = made(net)
-    with reading(net) as seen:
+    with record_tokens(net) as seen:
         net(torch.tensor([[3, 3, 9]]))
         net(torch.tensor([[4, 3, 3]]))
     net(torch.tensor([[0, 0, 0]]))
-    assert tokens_read(structure, seen) == {"words": {3, 4, 9}, "places": {0, 1, 2}}
+    assert map_tokens_to_groups(structure, seen) == {"words": {3, 4, 9}, "places": {0, 1, 2}}
 
 
 def test_tokens_may_be_named_and_bags_are_read_too():
     bag = nn.Sequential(nn.EmbeddingBag(WORDS, 4))
-    with reading(bag) as seen:
+    with record_tokens(bag) as seen:
         bag[0](input=torch.tensor([2, 5, 5], dtype=torch.int32), offsets=torch.tensor([0]).int())
     assert torch.where(seen["0.weight"])[0].tolist() == [2, 5]
 
 
 def test_an_embedding_whose_rows_are_computed_is_left_whole():
     computed = nn.utils.parametrizations.weight_norm(nn.Embedding(WORDS, 4))
-    with reading(computed) as seen:
+    with record_tokens(computed) as seen:
         computed(torch.tensor([1]))
     assert seen == {}
 
@@ -145,26 +148,30 @@ def test_of_a_matrix_that_reads_and_answers_both_kinds_of_rows_go_back():
 def test_the_token_of_hidden_ones_is_everybodys():
     sizes = {"num_classes": WORDS, "length": LENGTH, "dim": 8, "hidden": 8, "layers": 1, "heads": 2}
     net = MaskedTransformer(**sizes, mask_rate=0.5)
-    structure = Structure.trace(net, torch.zeros(2, LENGTH, dtype=torch.int64))
+    structure = trace_structure(net, torch.zeros(2, LENGTH, dtype=torch.int64))
     tokens = texts(1).inputs
-    bench = Workbench(net, structure, {"train": {1: Examples(tokens, tokens)}})
-    recipe = SGD(Optimiser(epochs=4, batch_size=4), lr=0.1, labels=TOKENS[1], own_rows=True)
+    context = ClientContext(net, structure, {"train": {1: Examples(tokens, tokens)}})
+    recipe = LocalSGD(
+        LocalTraining(epochs=4, batch_size=4), lr=0.1, labels=TOKENS[1], own_rows=True
+    )
     task = Task(1, (structure.subnet(0.5),), params_of(net), recipe, 0)
-    (sent,) = recipe.run(task, bench).subnets
+    (sent,) = recipe.run(task, context).update.subnets
     assert sent.channels("embedding").tolist() == [*TOKENS[1], WORDS]
     assert sent.channels(structure.classes).tolist() == list(TOKENS[1])
 
 
 def test_words_that_a_client_did_not_send_are_tested_as_it_received_them(net):
     """Without weight decay they are the same as in the whole net that it has trained."""
-    structure = Structure.trace(net, texts(0).inputs[:2])
+    structure = trace_structure(net, texts(0).inputs[:2])
     foreign = Examples(torch.randint(WORDS, (60, LENGTH)), torch.randint(3, (60,)))
-    bench = Workbench(net, structure, {"train": {1: texts(1)}, "test": {1: foreign}})
+    context = ClientContext(net, structure, {"train": {1: texts(1)}, "test": {1: foreign}})
     found = []
     for own_rows in (True, False):
-        recipe = SGD(Optimiser(weight_decay=0), lr=0.1, labels=(0, 1, 2), own_rows=own_rows)
+        recipe = LocalSGD(
+            LocalTraining(weight_decay=0), lr=0.1, labels=(0, 1, 2), own_rows=own_rows
+        )
         task = Task(1, (structure.subnet(0.5),), params_of(net), recipe, 0)
-        metrics = tested.Tested(recipe).run(task, bench).metrics
-        found.append((metrics[tested.RIGHT], metrics[tested.TESTED]))
+        metrics = local_test.WithLocalTest(recipe).run(task, context).update.metrics
+        found.append((metrics[local_test.RIGHT], metrics[local_test.TESTED]))
     assert found[0] == found[1]
     assert found[0][1] == 60

@@ -17,7 +17,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from fedquilt.engines.flower import client_app, server_app
+from fedquilt.deploy.client_app import make_client_app
+from fedquilt.deploy.server_app import make_server_app
 
 
 class Net(nn.Module):
@@ -47,5 +48,5 @@ def own_data(node: Mapping[str, Any]) -> Any:
     return digits(slice(number, 1200, 3)), digits(slice(1200 + number, 1500, 3))
 
 
-client = client_app(model=Net, data=own_data)
-server = server_app(model=Net, test=digits(slice(1500, None)))
+client = make_client_app(model=Net, data=own_data)
+server = make_server_app(model=Net, test=digits(slice(1500, None)))

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from fedquilt import __version__
-from fedquilt.cli import cost, customize, evaluate, report, train, up
-from fedquilt.cli.output import lasting_output
+from fedquilt.cli import cost, customize, evaluate, report, schema, train, up
+from fedquilt.cli.output import detachable_output
+from fedquilt.cli.wording import speak_options
 from fedquilt.errors import FedquiltError
 
 UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy which typer has
@@ -19,7 +20,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command and exits: 0, 2 on bad input, 130 when stopped."""
-    with lasting_output():
+    with detachable_output():
         status = _status(arguments)
     sys.exit(status)
 
@@ -28,15 +29,22 @@ def _status(arguments: Sequence[str] | None) -> int:
     try:
         result = app(args=arguments, prog_name="fedquilt", standalone_mode=False)
     except FedquiltError as problem:
-        return _refused(str(problem))
+        return _print_refusal(speak_options(str(problem), _list_options()))
     except UsageError as problem:
         context = getattr(problem, "ctx", None)
         more = f" See '{context.command_path} --help'." if context else ""
-        return _refused(problem.format_message() + more)
+        return _print_refusal(problem.format_message() + more)
     return result if isinstance(result, int) else 0
 
 
-def _refused(sentence: str) -> int:
+def _list_options() -> dict[str, str]:
+    """The options of all commands by their parameters' names."""
+    commands: Any = typer.main.get_command(app)
+    parameters = [p for command in commands.commands.values() for p in command.params]
+    return {p.name: p.opts[0] for p in parameters if p.opts[0].startswith("--")}
+
+
+def _print_refusal(sentence: str) -> int:
     print("fedquilt:", " ".join(sentence.split()), file=sys.stderr)
     return 2
 
@@ -60,5 +68,6 @@ for module, command in (
     (cost, cost.cost),
     (customize, customize.customize),
     (up, up.up),
+    (schema, schema.schema),
 ):
     app.command(epilog=f"Example: {module.EXAMPLE}")(command)

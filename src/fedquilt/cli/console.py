@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 
 
-def console_for(*, as_json: bool = False) -> Console:
+def make_console(*, as_json: bool = False) -> Console:
     """Where people read; a program has standard output to itself."""
     return Console(stderr=as_json, markup=False, highlight=False, emoji=False)
 
 
-def say(console: Console, *lines: str) -> None:
+def print_lines(console: Console, *lines: str) -> None:
     """Lines for people, as long as they are."""
     for line in lines:
         console.print(line, soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 
-from fedquilt.cli.console import console_for, print_json
+from fedquilt.cli.console import make_console, print_json, print_lines
 from fedquilt.cli.options import (
     AsJson,
     MacsLimit,
@@ -18,26 +18,25 @@ from fedquilt.cli.options import (
     ParamsLimit,
     Settings,
     UploadLimit,
-    assignments,
-    given,
-    widths_in,
-)
-from fedquilt.config import (
-    Config,
-    checked,
-    example_of,
-    fitted,
-    method_of,
-    model_of,
-    override,
-    source_of,
-    structure_of,
+    drop_unset,
+    parse_assignments,
+    parse_widths,
 )
 from fedquilt.errors import ConfigError
 from fedquilt.federation.state import Setup
 from fedquilt.report import tables
-from fedquilt.structure.budget import Budget, fit
-from fedquilt.structure.cost import cost as cost_of
+from fedquilt.settings.load import load_config, override_settings
+from fedquilt.settings.resolve import (
+    build_method,
+    build_model,
+    build_structure,
+    fit_model_to_data,
+    load_source,
+    make_example,
+)
+from fedquilt.settings.schema import Config
+from fedquilt.structure.budget import Budget, fit_budget
+from fedquilt.structure.cost import compute_cost as cost_of
 from fedquilt.structure.subnet import Subnet
 
 
@@ -96,24 +95,28 @@ def cost(
     as_json: AsJson = False,
 ) -> None:
     """Say what a model costs at some sizes, or which size fits within limits."""
-    sizes = widths_in(width or ["1"])
-    limits = given({"params": params, "macs": macs, "memory": memory, "upload": upload})
+    sizes = parse_widths(width or ["1"])
+    limits = drop_unset({"params": params, "macs": macs, "memory": memory, "upload": upload})
     if limits and len(sizes) > 1:
         raise ConfigError("limits find the width, so give at most one --width with them")
     named = {} if method is None else {"method.name": method}
-    config = checked(override({}, {"model.name": model, **named, **assignments(settings)}))
-    config, example = _inputs(config, data, shape, classes, tokens)
-    net = model_of(config)
-    structure = structure_of(config, net, example)
+    config = load_config(
+        override_settings({}, {"model.name": model, **named, **parse_assignments(settings)})
+    )
+    config, example = _fit_to_input(config, data, shape, classes, tokens)
+    net = build_model(config)
+    structure = build_structure(config, net, example)
     rows: list[dict[str, Any]] = []
     if method is not None:
         if width or limits or depth != 1:
             raise ConfigError("a method has its own sizes; leave out --width, --depth and limits")
-        rows = _sizes_of(config, Setup(net, structure, example, (), 1, config.seed), batch_size)
+        rows = _compute_method_sizes(
+            config, Setup(net, structure, example, (), 1, config.seed), batch_size
+        )
     else:
         if limits:
             budget = Budget(sizes[0], **limits)
-            sizes = (fit(net, structure, budget, example, batch_size=batch_size)[0],)
+            sizes = (fit_budget(net, structure, budget, example, batch_size=batch_size)[0],)
         for size in sizes:
             subnet = structure.subnet(size, depth=depth)
             price = cost_of(net, structure, subnet, example, batch_size=batch_size)
@@ -121,10 +124,26 @@ def cost(
     if as_json:
         print_json(rows[0] if len(rows) == 1 else {"model": model, "sizes": rows})
     else:
-        console_for().print(tables.sizes(rows))
+        console = make_console()
+        console.print(tables.make_size_table(rows))
+        if data is None:
+            print_lines(console, _describe_input(example, is_given=shape is not None))
 
 
-def _inputs(
+def _describe_input(example: torch.Tensor, *, is_given: bool) -> str:
+    """One line about the input that costs are for.
+
+    >>> _describe_input(torch.zeros(1, 3, 32, 32), is_given=False)
+    'for images of 3 x 32 x 32, which is assumed; say --input or --data for another'
+    """
+    sizes = " x ".join(map(str, example.shape[1:]))
+    is_text = not example.is_floating_point()
+    text = f"for texts of {sizes} tokens" if is_text else f"for images of {sizes}"
+    text = text if is_text or example.ndim == 4 else f"for inputs of {sizes}"
+    return text if is_given else f"{text}, which is assumed; say --input or --data for another"
+
+
+def _fit_to_input(
     config: Config, data: str | None, shape: str | None, classes: int | None, tokens: int | None
 ) -> tuple[Config, torch.Tensor]:
     """Settings fitted to an input, and the input: of the data, of a shape, or the model's own."""
@@ -133,9 +152,11 @@ def _inputs(
             raise ConfigError(
                 "--data says what goes in and out; leave out --input, --classes and --tokens"
             )
-        source = source_of(checked({"data": {"source": data}}))
-        example = example_of(source)
-        return fitted(config, source.shape, source.num_classes, source.num_tokens), example
+        source = load_source(load_config({"data": {"source": data}}))
+        example = make_example(source)
+        return fit_model_to_data(
+            config, source.shape, source.num_classes, source.num_tokens
+        ), example
     if shape is None and ":" in config.model.name:
         raise ConfigError(
             "for a model of your own say what goes in: --input 3,32,32 for images, "
@@ -149,19 +170,19 @@ def _inputs(
         example = torch.zeros(1, *sizes, dtype=kind)
     except (ValueError, RuntimeError):
         raise ConfigError(f"--input takes sizes like 1,28,28, got '{shape}'") from None
-    return fitted(config, sizes, classes or usual.classes, tokens), example
+    return fit_model_to_data(config, sizes, classes or usual.classes, tokens), example
 
 
-def _sizes_of(config: Config, setup: Setup, batch_size: int) -> list[dict[str, Any]]:
+def _compute_method_sizes(config: Config, setup: Setup, batch_size: int) -> list[dict[str, Any]]:
     """What each size of a method costs, and its share of the whole model's parameters."""
-    method = method_of(config)
-    setup = method.prepared(setup)
+    method = build_method(config)
+    setup = method.prepare_model(setup)
     price = partial(cost_of, setup.model, setup.structure, batch_size=batch_size)
     whole = price(Subnet(), setup.example).params
     rows: list[dict[str, Any]] = []
     state = method.start(setup)
     for size in method.sizes(setup):
-        parts = [price(subnet, setup.example) for subnet in method.mix(setup, state, size)]
+        parts = [price(subnet, setup.example) for subnet in method.ensemble(setup, state, size)]
         total = reduce(operator.add, parts)
         rows.append(
             {

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from torch import nn
 
-from fedquilt.cli.console import console_for, print_json, say
+from fedquilt.cli.console import make_console, print_json, print_lines
 from fedquilt.cli.options import (
     AsJson,
     MacsLimit,
@@ -20,18 +21,19 @@ from fedquilt.cli.options import (
     RunModel,
     Trust,
     UploadLimit,
-    given,
+    drop_unset,
 )
+from fedquilt.customize.ensemble import Ensemble
 from fedquilt.customize.export import export
-from fedquilt.customize.mixture import Mixture
+from fedquilt.customize.info import SubnetInfo, find_info
 from fedquilt.errors import ConfigError
-from fedquilt.evaluation.accuracy import cost_of as price_of
+from fedquilt.evaluation.accuracy import compute_ensemble_cost as price_of
+from fedquilt.formatting import format_si
 from fedquilt.methods.method import SIZE_NAMES
-from fedquilt.report import tables
-from fedquilt.runs.configured import opened
+from fedquilt.runs.from_config import open_configured_run
 from fedquilt.runs.run import Run
 from fedquilt.structure.budget import Budget
-from fedquilt.training.dualnorm import checked_robustness
+from fedquilt.training.dualnorm import validate_robustness
 from fedquilt.training.tracking import needs_batches
 
 EXAMPLE = "fedquilt customize runs/digits-splitmix-1 --width 0.5 --robustness 0.3 --out small.onnx"
@@ -70,20 +72,20 @@ def customize(
 
     The file is read again and compared with the model before success is reported.
     """
-    limits = given({"params": params, "macs": macs, "memory": memory, "upload": upload})
+    limits = drop_unset({"params": params, "macs": macs, "memory": memory, "upload": upload})
     Budget(width, **limits)  # refused before the run is read
     if robustness is not None:
-        checked_robustness(robustness)
+        validate_robustness(robustness)
         if family:
             raise ConfigError("a family takes the robustness as an input; leave out --robustness")
     if client is not None and (width < 1 or limits or family or robustness is not None):
         raise ConfigError("the net of a client has the size that it chose; give --client alone")
-    run = opened(folder, model=model, trust=trust)
+    run = open_configured_run(folder, model=model, trust=trust)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they say is among the facts
         small = run.customize(width, robustness, client=client, **limits)
-    facts = _facts(run, small, client=client, is_family=family)
-    kept = {**facts, "config": run.about.get("config")}
+    facts = _collect_facts(run, small, client=client, is_family=family)
+    kept = {**facts, "config": run.info.config}
     written = export(small, out, about=kept, family=family)
     facts = {"path": str(written), "bytes": written.stat().st_size, "checked": True, **facts}
     if as_json:
@@ -92,59 +94,72 @@ def customize(
         _describe(run, facts)
 
 
-def _facts(run: Run, small: nn.Module, *, client: int | None, is_family: bool) -> dict[str, Any]:
+def _collect_facts(
+    run: Run, small: nn.Module, *, client: int | None, is_family: bool
+) -> dict[str, Any]:
     """What a user of a small model must know."""
-    setup, about = run.setup, run.about
-    width = float(small.fedquilt_width)  # type: ignore[arg-type]
+    setup, info, module = run.setup, run.info, _get_info(small)
+    width = module.width
     is_own = client is not None
-    mix = run.method.mix(setup, run.state, width)
+    ensemble = run.method.ensemble(setup, run.state, width)
     if client is not None:
-        mix = (run.state.chosen[client],)
-    price = price_of(setup, mix, memory=False)
-    is_mixed = isinstance(small, Mixture)
+        ensemble = (run.state.chosen_subnets[client],)
+    price = price_of(setup, ensemble, memory=False)
+    is_mixed = isinstance(small, Ensemble)
     return {
         "width": width,
         "kind": run.method.size_kind,
         "client": client,
-        "robustness": None if is_family else small.fedquilt_robustness,
-        "family": _family_facts(small, width) if is_family else None,
+        "robustness": None if is_family else module.robustness,
+        "family": _collect_family_facts(small, width) if is_family else None,
         "params": price.params,
         "macs": price.macs,
         "seed": run.seed,
-        "input": {"shapes": [x["shape"] for x in about["example"]], "scale": about.get("scale")},
+        "input": {
+            "shapes": [list(x.shape) for x in info.inputs],
+            "scale": info.normalization and asdict(info.normalization),
+        },
         "needs_batches": needs_batches(small),
-        "is_trained_size": is_own or width in about["sizes"],
-        "statistics_of": mix[0].owner if mix[0].own and not is_mixed and not is_own else None,
+        "is_trained_size": is_own or width in info.sizes,
+        "statistics_of": ensemble[0].owner
+        if ensemble[0].private and not is_mixed and not is_own
+        else None,
     }
 
 
-def _family_facts(small: nn.Module, width: float) -> dict[str, Any]:
+def _get_info(module: nn.Module) -> SubnetInfo:
+    info = find_info(module)
+    assert info is not None
+    return info
+
+
+def _collect_family_facts(small: nn.Module, width: float) -> dict[str, Any]:
     """What the inputs and the rows of the output of a family mean."""
     return {
-        "has_robustness": small.fedquilt_robustness is not None,
-        "widths": list(small.widths) if isinstance(small, Mixture) else [width],
+        "has_robustness": _get_info(small).robustness is not None,
+        "widths": list(small.widths) if isinstance(small, Ensemble) else [width],
     }
 
 
 def _describe(run: Run, facts: Mapping[str, Any]) -> None:
-    size = f"{facts['params']:,} parameters, {tables.prefixed(facts['bytes'], 'B')}"
+    size = f"{facts['params']:,} parameters, {format_si(facts['bytes'], 'B')}"
     is_own = facts["client"] is not None
     point = f"the net of client {facts['client']}" if is_own else _size(facts, facts["width"])
     if facts["robustness"] is not None:
         point += f", robustness {facts['robustness']:g}"
     if facts["family"] is not None:
-        point = _meaning_of_rows(facts["family"])
+        point = _describe_rows(facts["family"])
     lines = [
         f"wrote {facts['path']}: {point}, {size}",
         "read back and compared: it gives the model's outputs",
     ]
     if not facts["is_trained_size"]:
-        lines.append(_warning(facts, run.about["sizes"]))
+        lines.append(_describe_warning(facts, run.info.sizes))
     if scale := facts["input"]["scale"]:
         lines.append(f"feed it images / 255, less {scale['mean']}, over {scale['std']} per channel")
     if facts["needs_batches"]:
         lines.append("feed it batches: it normalises each by itself, so not single examples")
-    say(console_for(), *lines)
+    print_lines(make_console(), *lines)
 
 
 def _size(facts: Mapping[str, Any], size: float) -> str:
@@ -156,13 +171,13 @@ def _size(facts: Mapping[str, Any], size: float) -> str:
     return f"{SIZE_NAMES[facts['kind']]} {size:g}"
 
 
-def _meaning_of_rows(family: Mapping[str, Any]) -> str:
+def _describe_rows(family: Mapping[str, Any]) -> str:
     widths = ", ".join(f"{width:g}" for width in family["widths"])
     dial = "; its input 'robustness' is from 0 to 1" if family["has_robustness"] else ""
     return f"widths {widths} as rows of the output{dial}"
 
 
-def _warning(facts: Mapping[str, Any], trained: Sequence[float]) -> str:
+def _describe_warning(facts: Mapping[str, Any], trained: Sequence[float]) -> str:
     """What a size that no client trained is made of, and the trained one to take instead."""
     whose = facts["statistics_of"]
     borrowed = f" and it has the normalisation statistics of width {whose}" if whose else ""

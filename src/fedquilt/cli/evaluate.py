@@ -9,15 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
-from fedquilt.cli.options import AsJson, RunFolder, RunModel, Trust, Workers, given, widths_in
-from fedquilt.cli.scores import document, show_scores
+from fedquilt.cli.options import (
+    AsJson,
+    RunFolder,
+    RunModel,
+    Trust,
+    Workers,
+    drop_unset,
+    parse_widths,
+)
+from fedquilt.cli.scores import make_score_document, show_scores
 from fedquilt.errors import ConfigError
 from fedquilt.evaluation.accuracy import SizeScore
-from fedquilt.files import write_document
-from fedquilt.runs.configured import clients_of, opened
+from fedquilt.runs.from_config import load_clients, open_configured_run
 from fedquilt.runs.run import Run
 from fedquilt.training.attack import PGD
-from fedquilt.training.dualnorm import checked_robustness
+from fedquilt.training.dualnorm import validate_robustness
 
 EXAMPLE = "fedquilt evaluate runs/digits-splitmix-1 --widths 1,0.5 --robustness 0,0.5,1 --attack"
 
@@ -55,11 +62,11 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure the accuracy of a finished run at every size, and every robustness asked for."""
-    sizes = None if widths is None else widths_in([widths])
-    dials = () if robustness is None else _dials(robustness)
-    attacker = _attacker(given({"epsilon": epsilon, "steps": steps}), wanted=attack)
-    run = opened(folder, model=model, trust=trust)
-    population = clients_of(run, data)
+    sizes = None if widths is None else parse_widths([widths])
+    dials = () if robustness is None else _list_robustness(robustness)
+    attacker = _make_attack(drop_unset({"epsilon": epsilon, "steps": steps}), wanted=attack)
+    run = open_configured_run(folder, model=model, trust=trust)
+    population = load_clients(run, data)
     if population is None:
         raise ConfigError(
             f"{folder} was trained from Python, with data that only Python has; give --data to "
@@ -78,15 +85,15 @@ def evaluate(
     show_scores(run, scores, as_json=as_json)
 
 
-def _dials(text: str) -> tuple[float, ...]:
+def _list_robustness(text: str) -> tuple[float, ...]:
     """Robustnesses from a text such as ``0,0.5,1``."""
     try:
-        return tuple(checked_robustness(float(word)) for word in text.split(","))
+        return tuple(validate_robustness(float(word)) for word in text.split(","))
     except ValueError:
         raise ConfigError(f"--robustness takes numbers like 0,0.5,1, got '{text}'") from None
 
 
-def _attacker(settings: dict[str, Any], *, wanted: bool) -> PGD | None:
+def _make_attack(settings: dict[str, Any], *, wanted: bool) -> PGD | None:
     """The attack that was asked for; its epsilon may be written 8/255."""
     if settings and not wanted:
         raise ConfigError(f"--{next(iter(settings))} is of an attack; add --attack")
@@ -102,7 +109,6 @@ def _attacker(settings: dict[str, Any], *, wanted: bool) -> PGD | None:
 
 def _remember_evaluation(run: Run, scores: Sequence[SizeScore]) -> None:
     """For a report later; a run that cannot be written to is evaluated all the same."""
-    assert run.folder is not None
+    assert run.directory is not None
     with suppress(OSError):
-        scored = {"version": 1, **document(run, scores)}
-        write_document(run.folder / "evaluation.json", scored)
+        run.directory.write_evaluation(make_score_document(run, scores))

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fedquilt.config import read_value
+from fedquilt.cli.setting_options import describe_setting
 from fedquilt.errors import ConfigError
+from fedquilt.settings.toml import parse_value
 from fedquilt.structure.budget import Budget
 
 RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a finished run.")]
@@ -22,13 +23,13 @@ Trust = Annotated[
     typer.Option("--trust", help="Run the file.py:function that the run's directory names."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Workers = Annotated[
-    int | None, typer.Option(help="Worker processes; 0: this process; default one per core.")
-]
+Workers = Annotated[int | None, typer.Option(help=describe_setting("run.workers"))]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="NAME=VALUE", help="Any setting, such as optimiser.epochs=5. Repeatable."
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any setting, such as local_training.epochs=5. Repeatable.",
     ),
 ]
 ParamsLimit = Annotated[int | None, typer.Option("--params", help="At most so many parameters.")]
@@ -39,23 +40,25 @@ MemoryLimit = Annotated[
 UploadLimit = Annotated[int | None, typer.Option("--upload", help="At most so many bytes to send.")]
 
 
-def given(options: Mapping[str, Any]) -> dict[str, Any]:
+def drop_unset(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that were not left out."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def assignments(texts: Sequence[str] | None) -> dict[str, Any]:
+def parse_assignments(texts: Sequence[str] | None) -> dict[str, Any]:
     """What ``--set`` was given: dotted names and TOML values."""
     changes = {}
     for text in texts or ():
         name, sign, value = text.partition("=")
         if not sign or not name:
-            raise ConfigError(f"--set takes NAME=VALUE, such as optimiser.epochs=5, got '{text}'")
-        changes[name.strip()] = read_value(value.strip())
+            raise ConfigError(
+                f"--set takes NAME=VALUE, such as local_training.epochs=5, got '{text}'"
+            )
+        changes[name.strip()] = parse_value(value.strip())
     return changes
 
 
-def widths_in(texts: Sequence[str]) -> tuple[float, ...]:
+def parse_widths(texts: Sequence[str]) -> tuple[float, ...]:
     """Widths from texts such as ``1,0.5``."""
     words = [word for text in texts for word in text.split(",")]
     try:

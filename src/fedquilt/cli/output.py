@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 
-class LastingStream:
+class DetachableStream:
     """A stream that is written to for as long as somebody reads it, and to nowhere after that."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -43,10 +43,10 @@ class LastingStream:
 
 
 @contextmanager
-def lasting_output() -> Iterator[None]:
+def detachable_output() -> Iterator[None]:
     """Work in here goes on when nobody reads its output any more, as behind ``| head``."""
     before: tuple[Any, Any] = sys.stdout, sys.stderr
-    ours = [None if stream is None else LastingStream(stream) for stream in before]
+    ours = [None if stream is None else DetachableStream(stream) for stream in before]
     sys.stdout, sys.stderr = ours
     try:
         yield

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from fedquilt.cli.console import console_for, print_json, say
+from fedquilt.cli.console import make_console, print_json, print_lines
 from fedquilt.cli.options import AsJson, Trust, Workers
-from fedquilt.evaluation.targets import checked_target
-from fedquilt.report.runs import report as write_report
-from fedquilt.runs.configured import clients_of, opened
+from fedquilt.evaluation.targets import validate_target
+from fedquilt.report.runs import write_report as write_report
+from fedquilt.runs.from_config import load_clients, open_configured_run
 
 EXAMPLE = "fedquilt report runs/fedavg runs/adds --target 0.4 --target 0.5 --out report"
 
@@ -49,12 +49,12 @@ def report(
     it is distributed. With --target: rounds to an accuracy, and how many times as fast as the first
     run.
     """
-    targets = [checked_target(accuracy) for accuracy in target or ()]  # before a run is read
-    runs = [opened(folder, trust=trust) for folder in folders]
+    targets = [validate_target(accuracy) for accuracy in target or ()]  # before a run is read
+    runs = [open_configured_run(folder, trust=trust) for folder in folders]
     if clients:
-        runs = [replace(run, population=clients_of(run)) for run in runs]
+        runs = [replace(run, population=load_clients(run)) for run in runs]
     page = write_report(runs, out, targets=targets, clients=clients, workers=workers)
     if as_json:
         print_json({"page": str(page), "data": str(page.parent / "report.json")})
     else:
-        say(console_for(), f"wrote {page}")
+        print_lines(make_console(), f"wrote {page}")

@@ -9,13 +9,14 @@ from typing import Any
 
 from rich.console import Console
 
-from fedquilt.cli.console import console_for, print_json, say
+from fedquilt.cli.console import make_console, print_json, print_lines
 from fedquilt.evaluation.accuracy import SizeScore
-from fedquilt.evaluation.accuracy import cost_of as price_of
+from fedquilt.evaluation.accuracy import compute_ensemble_cost as price_of
 from fedquilt.evaluation.summary import describe_accuracy, summarize
+from fedquilt.formatting import format_percent
 from fedquilt.report import tables
-from fedquilt.report.progress import said
-from fedquilt.report.records import traffic
+from fedquilt.report.records import read_traffic
+from fedquilt.runs.event_lines import describe_finding
 from fedquilt.runs.run import Run
 
 BATCH_STATISTICS = (
@@ -27,45 +28,54 @@ BATCH_STATISTICS = (
 def show_scores(run: Run, scores: Sequence[SizeScore], *, as_json: bool) -> None:
     """As a table, or as one JSON document."""
     if as_json:
-        print_json(document(run, scores))
+        print_json(make_score_document(run, scores))
     elif scores:
-        _print_scores(run, scores, console_for())
+        _print_scores(run, scores, make_console())
 
 
 def _print_scores(run: Run, scores: Sequence[SizeScore], console: Console) -> None:
-    rows = rows_of(run, scores)
-    console.print(tables.sizes(rows))
-    columns, kind = tables.shown_columns(rows), run.method.size_kind
-    say(console, *tables.legend(columns, kind, describe_accuracy(run.setup, run.method)))
+    rows = make_score_rows(run, scores)
+    console.print(tables.make_size_table(rows))
+    columns, kind = tables.select_columns(rows), run.method.size_kind
+    print_lines(
+        console, *tables.make_legend(columns, kind, describe_accuracy(run.setup, run.method))
+    )
     if any(score.batch_statistics for score in scores):
-        say(console, BATCH_STATISTICS)
+        print_lines(console, BATCH_STATISTICS)
     if any(row["group_accuracy"] for row in rows):
-        say(console, "User accuracy in each domain:")
-        console.print(tables.domains(rows))
-    if exceeding := run.about.get("exceeds_budgets"):
-        say(console, exceeding)
+        print_lines(console, "User accuracy in each domain:")
+        console.print(tables.make_domain_table(rows))
+    if exceeding := run.info.exceeds_budgets:
+        print_lines(console, exceeding)
     summary, seed = summarize(scores), f"seed {run.seed}"
     if summary is None:
-        say(console, seed)
+        print_lines(console, seed)
     else:
-        worst, mean = tables.percent(summary.worst), tables.percent(summary.mean)
-        say(console, f"worst {worst}, mean {mean}: {summary.name} over sizes; {seed}")
+        worst, mean = format_percent(summary.worst), format_percent(summary.mean)
+        print_lines(console, f"worst {worst}, mean {mean}: {summary.name} over sizes; {seed}")
     if run.findings:
-        say(console, *map(said, run.findings))
+        print_lines(console, *map(describe_finding, run.findings))
 
 
-def rows_of(run: Run, scores: Sequence[SizeScore]) -> list[dict[str, Any]]:
+def make_score_rows(run: Run, scores: Sequence[SizeScore]) -> list[dict[str, Any]]:
     """Scores with the bytes that a client of that size sends; a loss that is no number is None.
 
     Where there is one size for all, what clients really sent: it may be a code, or a part that each
     chose for itself.
     """
     setup, sizes = run.setup, run.method.sizes(run.setup)
-    sent = traffic(run.folder).get("up") if run.folder is not None and len(sizes) == 1 else None
+    sent = (
+        read_traffic(run.directory).get("up")
+        if run.directory is not None and len(sizes) == 1
+        else None
+    )
     rows = []
     for score in scores:
-        mix = [s.leaving(*run.method.home) for s in run.method.mix(setup, run.state, score.width)]
-        price = price_of(setup, mix, memory=False)
+        ensemble = [
+            s.excluding(*run.method.local_params)
+            for s in run.method.ensemble(setup, run.state, score.width)
+        ]
+        price = price_of(setup, ensemble, memory=False)
         loss = score.loss if score.loss is not None and math.isfinite(score.loss) else None
         count = price.bytes if sent is None or score.width not in sizes else round(sent)
         row = {"kind": run.method.size_kind, **asdict(score), "loss": loss, "bytes": count}
@@ -73,17 +83,17 @@ def rows_of(run: Run, scores: Sequence[SizeScore]) -> list[dict[str, Any]]:
     return rows
 
 
-def document(run: Run, scores: Sequence[SizeScore]) -> dict[str, Any]:
+def make_score_document(run: Run, scores: Sequence[SizeScore]) -> dict[str, Any]:
     """Scores for programs; ``score`` says what worst and mean are of."""
     summary = summarize(scores)
     return {
         "run": str(run.folder),
         "seed": run.seed,
         "rounds": run.setup.rounds,
-        "sizes": rows_of(run, scores),
+        "sizes": make_score_rows(run, scores),
         "score": summary and summary.score,
         "worst": summary and summary.worst,
         "mean": summary and summary.mean,
-        "exceeds_budgets": run.about.get("exceeds_budgets"),
+        "exceeds_budgets": run.info.exceeds_budgets,
         "findings": [asdict(finding) for finding in run.findings],
     }

@@ -12,11 +12,12 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from fedquilt.cli.console import console_for, say
-from fedquilt.cli.stopping import signals_as_ctrl_c
+from fedquilt.cli.console import make_console, print_lines
+from fedquilt.cli.nodes import describe_changes, render_nodes
+from fedquilt.cli.signals import handle_stop_signals
 from fedquilt.deploy.federation import Federation, NodeStatus
-from fedquilt.deploy.launch import node_configs, sample_app
-from fedquilt.report import nodes as node_report
+from fedquilt.deploy.launch import write_sample_app
+from fedquilt.deploy.node_config import make_node_configs
 
 PAUSE, SETTLED_PAUSE = 0.5, 3.0  # seconds between two looks at nodes, and once all are online
 
@@ -59,26 +60,26 @@ def up(
     A SuperLink and SuperNodes as processes of their own, over loopback, with TLS; only nodes whose
     keys are registered are let in. Certificates and keys are made where there are none yet.
     """
-    console = console_for()
+    console = make_console()
     federation = Federation(
-        out, node_configs(nodes, budgets, data or ()), insecure=insecure, port=port
+        out, make_node_configs(nodes, budgets, data or ()), insecure=insecure, port=port
     )
-    say(console, f"starting a SuperLink and {nodes} nodes in {out}")
-    with signals_as_ctrl_c(), suppress(KeyboardInterrupt), federation:
+    print_lines(console, f"starting a SuperLink and {nodes} nodes in {out}")
+    with handle_stop_signals(), suppress(KeyboardInterrupt), federation:
         _describe_federation(federation, console)
         try:
             _watch_nodes(federation, console)
         except KeyboardInterrupt:
-            say(console, "stopping")
-    say(console, "stopped")
+            print_lines(console, "stopping")
+    print_lines(console, "stopped")
 
 
 def _describe_federation(federation: Federation, console: Console) -> None:
     """What there is, and what to type in another terminal."""
     folder, connection = federation.folder, federation.connection
-    home = shlex.quote(f"FLWR_HOME={connection.home}")
-    app_folder = shlex.quote(str(sample_app(federation)))
-    say(
+    home = shlex.quote(f"FLWR_HOME={connection.flwr_home}")
+    app_folder = shlex.quote(str(write_sample_app(federation)))
+    print_lines(
         console,
         f"the SuperLink is at {federation.address}, {federation.security}",
         "",
@@ -99,9 +100,9 @@ def _watch_nodes(federation: Federation, console: Console) -> None:
         while True:
             now = federation.status()
             if live is not None:
-                live.update(node_report.picture(now), refresh=True)
+                live.update(render_nodes(now), refresh=True)
             else:
-                say(console, *node_report.changes(seen, now))
+                print_lines(console, *describe_changes(seen, now))
             is_settled = all(node.is_online for node in now)
             seen = now
             time.sleep(SETTLED_PAUSE if is_settled else PAUSE)

@@ -8,40 +8,31 @@ model need not be traced again.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import torch
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    ValidationError,
-)
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedquilt.errors import CheckpointError, DamageError
+from fedquilt.customize.info import RunInfo
+from fedquilt.errors import CheckpointError, CorruptFileError
 from fedquilt.files import (
-    file_hash,
+    hash_file,
+    hash_tensor,
     read_document,
-    tensor_hash,
     write_document,
     write_tensors,
     write_text,
 )
-from fedquilt.structure.groups import Structure
-from fedquilt.structure.values import as_values, from_values
+from fedquilt.structure.serialization import from_json, to_json
+from fedquilt.structure.structure import Structure
 
-# version 1 has one digest for all tensors and no structure, version 2 none of bundle.json itself
-FORMAT, VERSION = "fedquilt-bundle", 3
-MOST_NUMBERS = 2**28  # of an example
+FORMAT, VERSION = "fedquilt-bundle", 4
+PARAMS_FILE, STRUCTURE_FILE = "params.safetensors", "structure.json"
+INFO_FILE = "bundle.json"  # written last: a bundle that has it is whole
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -50,28 +41,26 @@ class StoredTensors(Mapping[str, Tensor]):
     They lie in memory that is mapped from the file, and are not to be changed.
     """
 
-    def __init__(self, path: Path, digests: Mapping[str, str] | str) -> None:
+    def __init__(self, path: Path, digests: Mapping[str, str]) -> None:
         self._path, self._digests = path, digests
-        self._unchecked = {} if isinstance(digests, str) else dict(digests)
+        self._unchecked = dict(digests)
         try:
-            if isinstance(digests, str) and file_hash(path) != digests:
-                raise self._damaged("its contents are")
             self._file: Any = safe_open(path, framework="pt")
         except OSError as problem:
-            raise DamageError(f"{path} cannot be read ({problem})") from problem
+            raise CorruptFileError(f"{path} cannot be read ({problem})") from problem
         except SafetensorError as problem:
-            raise self._damaged("its header is") from problem
+            raise self._make_damage_error("its header is") from problem
         self._names = frozenset(self._file.keys())  # type: ignore[no-untyped-call]
-        if self._unchecked and self._names != self._unchecked.keys():
-            raise self._damaged("the tensors in it are")
+        if self._names != self._unchecked.keys():
+            raise self._make_damage_error("the tensors in it are")
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
         tensor: Tensor = self._file.get_tensor(name)
         if name in self._unchecked:
-            if tensor_hash(tensor) != self._unchecked[name]:
-                raise self._damaged(f"'{name}' is")
+            if hash_tensor(tensor) != self._unchecked[name]:
+                raise self._make_damage_error(f"'{name}' is")
             del self._unchecked[name]
         return tensor
 
@@ -91,81 +80,41 @@ class StoredTensors(Mapping[str, Tensor]):
         """The shape of a tensor, which is not read for it."""
         return tuple(self._file.get_slice(name).get_shape())
 
-    def _damaged(self, what: str) -> DamageError:
-        return DamageError(f"{self._path} is damaged: {what} not what was written")
-
-
-def _dtype(name: str) -> str:
-    if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"{name!r} is no type of tensors")
-    return name
-
-
-def _shape(sizes: list[int]) -> list[int]:
-    if math.prod(sizes) > MOST_NUMBERS:
-        raise ValueError(f"an example has at most {MOST_NUMBERS} numbers")
-    return sizes
-
-
-class _Input(BaseModel):
-    shape: Annotated[list[NonNegativeInt], AfterValidator(_shape)]
-    dtype: Annotated[str, AfterValidator(_dtype)]
-
-
-class _Scale(BaseModel):
-    mean: list[float]
-    std: list[float]
-
-
-class _About(BaseModel):
-    """What ``bundle.json`` must hold, so that others may count on it."""
-
-    seed: int
-    rounds: PositiveInt
-    method: str
-    method_settings: dict[str, str] = {}
-    exceeds_budgets: str | None = None
-    sizes: Annotated[list[PositiveFloat], Field(min_length=1)]
-    example: Annotated[list[_Input], Field(min_length=1)]
-    sha256: dict[str, str] | str
-    structure: str | None = None
-    kept: dict[int, NonNegativeInt] = {}
-    chosen: dict[int, str] = {}
-    origins: list[dict[str, str]] = []
-    config: dict[str, Any] = {}
-    scale: _Scale | None = None
+    def _make_damage_error(self, what: str) -> CorruptFileError:
+        return CorruptFileError(f"{self._path} is damaged: {what} not what was written")
 
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """Global tensors, and what is needed to cut them: as plain values."""
+    """The global tensors of a finished model, the structure of the user's model, and its run."""
 
     params: StoredTensors
-    structure: Structure | None  # of the model that was given; None: an old bundle
-    about: Mapping[str, Any]
+    structure: Structure
+    info: RunInfo
 
 
-def save(
-    folder: Path, params: Mapping[str, Tensor], structure: Structure, about: Mapping[str, Any]
+def save_bundle(
+    folder: str | Path, params: Mapping[str, Tensor], structure: Structure, info: RunInfo
 ) -> None:
-    """Writes a bundle; the description last, so that one which can be read is whole.
+    """Writes a bundle; the info last, so that a bundle which can be read is whole.
 
-    The file of the tensors is replaced, not written over: others may have it mapped.
+    The file of the tensors is replaced, not written over: other processes may have it mapped.
     """
-    part = folder / ".params.safetensors.part"
+    folder = Path(folder)
+    part = folder / f".{PARAMS_FILE}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_tensors(part, params)
-        part.replace(folder / "params.safetensors")
-        write_text(folder / "structure.json", json.dumps(as_values(structure)))
-        written = {
-            **about,
+        part.replace(folder / PARAMS_FILE)
+        write_text(folder / STRUCTURE_FILE, json.dumps(to_json(structure)))
+        document = {
+            **info.to_json(),
             "format": FORMAT,
             "version": VERSION,
-            "sha256": {name: tensor_hash(tensor) for name, tensor in params.items()},
-            "structure": file_hash(folder / "structure.json"),
+            "sha256": {name: hash_tensor(tensor) for name, tensor in params.items()},
+            "structure": hash_file(folder / STRUCTURE_FILE),
         }
-        write_document(folder / "bundle.json", written)
+        write_document(folder / INFO_FILE, document)
     except OSError as problem:
         part.unlink(missing_ok=True)
         raise CheckpointError(
@@ -173,41 +122,48 @@ def save(
         ) from problem
 
 
-def load(folder: Path) -> Bundle:
-    """Opens a bundle, and refuses one that is damaged or foreign."""
-    path = folder / "bundle.json"
+def has_bundle(folder: str | Path) -> bool:
+    """Whether there is a finished model in a folder."""
+    return (Path(folder) / INFO_FILE).exists()
+
+
+def load_bundle(folder: str | Path) -> Bundle:
+    """Opens a bundle, and refuses one that is damaged or of another version."""
+    folder = Path(folder)
+    path = folder / INFO_FILE
     if not folder.parent.exists():
         raise CheckpointError(f"{folder.parent} does not exist; give the directory of a run")
     if not path.exists():
         raise CheckpointError(
-            f"{folder.parent} holds no finished model; finish its run (fedquilt train --resume "
-            f"{folder.parent}) or give the directory of another"
+            f"{folder.parent} holds no finished model; finish its run first (resume=True), or give "
+            "the directory of another"
         )
-    about = read_document(path, sealed_since=3)
-    if about.get("format") != FORMAT:
+    document = read_document(path)
+    if document.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a bundle of fedquilt")
-    version = about.get("version")
-    if version not in (1, 2, VERSION):
+    if document.get("version") != VERSION:
         raise CheckpointError(
-            f"{path} has version {version}, this fedquilt reads version {VERSION}"
+            f"{path} has version {document.get('version')}, this fedquilt reads version {VERSION}"
         )
     try:
-        _About.model_validate(about)
+        info = RunInfo.from_json(document)
+        digests = TypeAdapter(dict[str, str]).validate_python(document["sha256"])
+        structure = _read_structure(folder / STRUCTURE_FILE, document["structure"])
+    except KeyError as problem:
+        raise CorruptFileError(f"{path} is damaged: {problem}: field required") from problem
     except ValidationError as problem:
         first = problem.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise DamageError(f"{path} is damaged: '{place}': {first['msg'].lower()}") from problem
-    params = StoredTensors(folder / "params.safetensors", about["sha256"])
-    structure = _structure(folder / "structure.json", about["structure"]) if version > 1 else None
-    return Bundle(params, structure, about)
+        raise CorruptFileError(f"{path} is damaged: '{place}': {first['msg'].lower()}") from problem
+    return Bundle(StoredTensors(folder / PARAMS_FILE, digests), structure, info)
 
 
-def _structure(path: Path, digest: str) -> Structure:
+def _read_structure(path: Path, digest: str) -> Structure:
     try:
-        if file_hash(path) != digest:
-            raise DamageError(f"{path} is damaged: its contents are not what was written")
-        return from_values(json.loads(path.read_text()))
+        if hash_file(path) != digest:
+            raise CorruptFileError(f"{path} is damaged: its contents are not what was written")
+        return from_json(json.loads(path.read_text()))
     except OSError as problem:
-        raise DamageError(f"{path} cannot be read ({problem})") from problem
+        raise CorruptFileError(f"{path} cannot be read ({problem})") from problem
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as problem:
-        raise DamageError(f"{path} is damaged: it describes no structure") from problem
+        raise CorruptFileError(f"{path} is damaged: it describes no structure") from problem

@@ -17,10 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fedquilt.customize.ensemble import Ensemble
 from fedquilt.customize.family import Family
-from fedquilt.customize.mixture import Mixture
-from fedquilt.errors import ConfigError, FedquiltError, unknown
-from fedquilt.structure.trace import Example, arguments, call_with, named_tensors, plain_kernels
+from fedquilt.customize.info import find_info
+from fedquilt.errors import ConfigError, FedquiltError, describe_unknown
+from fedquilt.structure.dispatch import unfused_kernels
+from fedquilt.structure.tensors import Example, call_with_tensors, named_tensors, to_arguments
 from fedquilt.training.scaler import has_hooked_scale
 
 TOLERANCE = 1e-4  # of the largest output
@@ -36,18 +38,31 @@ def export(
 ) -> Path:
     """Writes a model to ``.safetensors``, ``.pt2`` or ``.onnx``, by the file's ending.
 
-    A model from ``customize`` knows its example input; for others give one. It is written at the
-    width and the robustness that it is at; with ``family`` all of them go into one ``.onnx`` or
-    ``.pt2``, whose last input is the robustness and whose output has a row for each width, see
-    ``fedquilt.customize.family``.
+    Args:
+        model: A model from ``customize``, or any other.
+        path: The file.
+        example: An input; None: the one that a model from ``customize`` knows.
+        about: What to note in the file besides the model.
+        family: Whether all widths and robustnesses of the model go into one ``.onnx`` or ``.pt2``.
+            Its last input is the robustness, and its output has a row for each width, see
+            ``fedquilt.customize.family``. Otherwise it is written as it is set.
+
+    Returns:
+        The path of the file.
+
+    >>> import tempfile, torch, fedquilt as fq
+    >>> model = torch.nn.Linear(4, 3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fq.export(model, f"{folder}/model.safetensors", example=torch.zeros(1, 4)).name
+    'model.safetensors'
     """
     path = Path(path)
     writer = WRITERS.get(path.suffix)
     if writer is None:
-        raise ConfigError(unknown("file ending", path.suffix or path.name, WRITERS))
-    if family and writer is _safetensors:
+        raise ConfigError(describe_unknown("file ending", path.suffix or path.name, WRITERS))
+    if family and writer is _write_safetensors:
         raise ConfigError("a family is a program, not only weights; write it to .onnx or .pt2")
-    example = example if example is not None else _remembered(model)
+    example = example if example is not None else _known_example(model)
     whole = Family(model) if family else model
     was_training = model.training
     whole.eval()
@@ -55,10 +70,12 @@ def export(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # without PyTorch's fast path for transformers, which no exporter knows
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), plain_kernels():
-            trials = _trials(whole, example)
-            fewer = tuple(_first(x, 2) for x in trials[0][0])  # files take any number of examples
-            with _explained(path, model):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), unfused_kernels():
+            trials = _make_trials(whole, example)
+            fewer = tuple(
+                _take_first(x, 2) for x in trials[0][0]
+            )  # files take any number of examples
+            with _explain_errors(path, model):
                 answer = writer(whole, part, fewer, dict(about or {}))
                 for inputs, expected in trials:
                     torch.default_generator.manual_seed(0)  # a net may draw in use, such as a mask
@@ -74,7 +91,7 @@ def export(
     return path
 
 
-def _trials(model: nn.Module, example: Example) -> list[tuple[tuple[Any, ...], Tensor]]:
+def _make_trials(model: nn.Module, example: Example) -> list[tuple[tuple[Any, ...], Tensor]]:
     """Inputs to compare outputs on, three and not all zeros, and the model's outputs."""
     generator = torch.Generator().manual_seed(0)
 
@@ -84,21 +101,20 @@ def _trials(model: nn.Module, example: Example) -> list[tuple[tuple[Any, ...], T
         some = x[:1].expand(3, *x.shape[1:]).contiguous()
         return torch.randn(some.shape, generator=generator).to(x) if x.is_floating_point() else some
 
-    inputs = tuple(drawn(x) for x in arguments(example))
+    inputs = tuple(drawn(x) for x in to_arguments(example))
     torch.default_generator.manual_seed(0)
-    return model.trials(inputs) if isinstance(model, Family) else [(inputs, model(*inputs))]
+    return model.make_trials(inputs) if isinstance(model, Family) else [(inputs, model(*inputs))]
 
 
-def _first(x: Any, count: int) -> Any:
+def _take_first(x: Any, count: int) -> Any:
     return x[:count] if isinstance(x, Tensor) and x.ndim else x
 
 
-def _remembered(model: nn.Module) -> Example:
-    example = getattr(model, "fedquilt_example", None)
-    if example is None:
+def _known_example(model: nn.Module) -> Example:
+    info = find_info(model)
+    if info is None:
         raise ConfigError("export needs an example input for this model; give example=...")
-    found: Example = example
-    return found
+    return info.example
 
 
 def _compare(path: Path, found: Tensor, expected: Tensor) -> None:
@@ -116,7 +132,7 @@ Writer = Callable[[nn.Module, Path, tuple[Any, ...], dict[str, Any]], Answer]
 
 
 @contextmanager
-def _explained(path: Path, model: nn.Module) -> Iterator[None]:
+def _explain_errors(path: Path, model: nn.Module) -> Iterator[None]:
     """Errors of exporters, and of what reads their files again, as a sentence: they fill pages."""
     try:
         yield
@@ -133,7 +149,7 @@ def _explained(path: Path, model: nn.Module) -> Iterator[None]:
         ) from problem
 
 
-def _safetensors(
+def _write_safetensors(
     model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str, Any]
 ) -> Answer:
     if has_hooked_scale(model):
@@ -146,30 +162,36 @@ def _safetensors(
     save_file(tensors, path, metadata={"fedquilt": json.dumps(about, sort_keys=True)})
     with safe_open(path, framework="pt") as file:
         values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return lambda *inputs: call_with(model, values, inputs)
+    return lambda *inputs: call_with_tensors(model, values, inputs)
 
 
-def _pt2(model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str, Any]) -> Answer:
+def _write_pt2(
+    model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str, Any]
+) -> Answer:
     with _quiet():
-        program = torch.export.export(model, inputs, dynamic_shapes=_any_batch(model, inputs))
+        program = torch.export.export(
+            model, inputs, dynamic_shapes=_make_batch_dynamic(model, inputs)
+        )
         torch.export.save(program, path, extra_files={"fedquilt.json": json.dumps(about)})
         found: Answer = torch.export.load(path).module()
     return found
 
 
-def _onnx(model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str, Any]) -> Answer:
+def _write_onnx(
+    model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str, Any]
+) -> Answer:
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError:
         raise ConfigError("ONNX needs the extra: pip install 'fedquilt[onnx]'") from None
-    names = _input_names(model, len(inputs))
+    names = _name_inputs(model, len(inputs))
     with _quiet():
         program = torch.onnx.export(
             model,
             inputs,
             dynamo=True,
-            dynamic_shapes=_any_batch(model, inputs),
+            dynamic_shapes=_make_batch_dynamic(model, inputs),
             input_names=names,
             output_names=["logits_by_width" if isinstance(model, Family) else "logits"],
             verbose=False,
@@ -186,17 +208,17 @@ def _onnx(model: nn.Module, path: Path, inputs: tuple[Any, ...], about: dict[str
     return answer
 
 
-def _input_names(model: nn.Module, count: int) -> list[str]:
+def _name_inputs(model: nn.Module, count: int) -> list[str]:
     """The names that a net's own ``forward`` gives its inputs; a mixture has its nets'."""
     if isinstance(model, Family):
         others = count - model.has_dial
-        return [*_input_names(model.mixture, others), "robustness"][:count]
-    net = model.nets[0] if isinstance(model, Mixture) else model
+        return [*_name_inputs(model.mixture, others), "robustness"][:count]
+    net = model.nets[0] if isinstance(model, Ensemble) else model
     names = [p.name for p in _positional(net)][:count]
     return names if len(names) == count else [f"input_{i}" for i in range(count)]
 
 
-def _any_batch(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _make_batch_dynamic(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """That the first axis of every input has any size, nested as ``forward(x, *others)`` has it."""
     shapes = tuple(
         {0: torch.export.Dim.DYNAMIC} if isinstance(x, Tensor) and x.ndim else None for x in inputs
@@ -228,4 +250,8 @@ class _quiet:
         self._warnings.__exit__(*problem)
 
 
-WRITERS: dict[str, Writer] = {".safetensors": _safetensors, ".pt2": _pt2, ".onnx": _onnx}
+WRITERS: dict[str, Writer] = {
+    ".safetensors": _write_safetensors,
+    ".pt2": _write_pt2,
+    ".onnx": _write_onnx,
+}

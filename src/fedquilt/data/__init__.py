@@ -1,25 +1,37 @@
-"""Data: what a client holds, where it comes from, and how it is divided among clients."""
+"""Data of clients: loading data sets, dividing them among clients, and drawing batches."""
 
-from fedquilt.data.examples import ClientData, DatasetExamples, Examples, Normalise, as_examples
-from fedquilt.data.load import load
-from fedquilt.data.partition import Partition, by_class, by_group, dirichlet, from_flwr, iid, parse
-from fedquilt.data.source import Source
+from fedquilt.data.conversion import DatasetExamples, to_examples
+from fedquilt.data.dataset import Dataset
+from fedquilt.data.examples import ClientData, ConcatExamples, Examples, count_targets
+from fedquilt.data.load import load_dataset
+from fedquilt.data.partition import (
+    Partition,
+    from_flwr,
+    parse_partition,
+    split_by_class,
+    split_by_group,
+    split_dirichlet,
+    split_iid,
+)
+from fedquilt.data.preprocessing import Normalization
 from fedquilt.data.windows import Windows
 
 __all__ = [
     "ClientData",
+    "ConcatExamples",
+    "Dataset",
     "DatasetExamples",
     "Examples",
-    "Normalise",
+    "Normalization",
     "Partition",
-    "Source",
     "Windows",
-    "as_examples",
-    "by_class",
-    "by_group",
-    "dirichlet",
+    "count_targets",
     "from_flwr",
-    "iid",
-    "load",
-    "parse",
+    "load_dataset",
+    "parse_partition",
+    "split_by_class",
+    "split_by_group",
+    "split_dirichlet",
+    "split_iid",
+    "to_examples",
 ]

@@ -1,4 +1,4 @@
-"""Named sets from the Hugging Face hub, for those who installed ``fedquilt[hub]``."""
+"""Named data sets from the Hugging Face hub; they need the extra ``fedquilt[hub]``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedquilt.errors import DataError
 
 @dataclass(frozen=True)
 class HubSet:
-    """Where a set lives on the hub, and which columns hold it."""
+    """The path of a data set on the hub, and the columns that hold images and labels."""
 
     path: str
     image_column: str
@@ -28,8 +28,8 @@ HUB = {
 }
 
 
-def download(name: str) -> dict[str, npt.NDArray[np.generic]]:
-    """The set's four arrays, x_train, y_train, x_test and y_test, from the hub."""
+def download_dataset(name: str) -> dict[str, npt.NDArray[np.generic]]:
+    """Downloads x_train, y_train, x_test and y_test of a data set from the hub."""
     where = HUB[name]
     remedy = f"or give a file: --data path/to/{name}.npz"
     try:
@@ -54,7 +54,7 @@ def download(name: str) -> dict[str, npt.NDArray[np.generic]]:
 def to_arrays(
     hf_split: Iterable[Mapping[str, object]], image_column: str, label_column: str
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Images (N, H, W) or (N, H, W, C) and labels of one split."""
+    """Converts one split to images (N, H, W) or (N, H, W, C) and labels."""
     images: list[npt.NDArray[np.uint8]] = []
     labels: list[int] = []
     for row in hf_split:

@@ -9,49 +9,73 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.data.examples import ClientData, Joined, as_examples, num_targets
+from fedquilt.data.conversion import to_examples
+from fedquilt.data.examples import ClientData, ConcatExamples, count_targets
 from fedquilt.data.partition import (
     Indices,
     Numbers,
-    draw_unseen,
+    choose_natural_clients,
+    count_fraction,
+    draw_holdout_clients,
     from_flwr,
-    held_back,
-    parse,
-    part_of,
-    taking_part,
+    parse_partition,
+    split_holdout_rows,
 )
 from fedquilt.data.windows import Windows
 from fedquilt.errors import DataError
+from fedquilt.federation.budgets import BudgetDistribution, assign_budgets
 from fedquilt.federation.client import SERVER, Client
-from fedquilt.federation.mix import Mix, deal
+from fedquilt.formatting import format_count
 from fedquilt.ranges import Count, Number, check_value
 
 Groups = tuple[Sequence[int] | Numbers | None, Sequence[int] | Numbers | None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Population:
     """All clients of a run, and the data that stays with each of them.
 
-    The server's own held-out data, if it has any, is the test data of client ``SERVER``.
-    ``validation`` is what clients hold back from training to choose by; it may be empty. Clients
-    that are ``away`` have test data too, but not here.
+    Made by ``make_clients``.
+
+    Args:
+        clients: The clients, as the server knows them.
+        train: The training data of each client.
+        test: The test data of each client; the server's own is that of client ``SERVER``.
+        validation: What clients hold back from training to select a model; may be empty.
+        remote_testers: The numbers of clients whose test data are on their own machines.
+
+    >>> import torch, fedquilt as fq
+    >>> clients = fq.make_clients((torch.rand(12, 4), torch.arange(12) % 3), count=3)
+    >>> [client.num_examples for client in clients.clients], len(clients.train[0])
+    ([4, 4, 4], 4)
     """
 
     clients: tuple[Client, ...]
     train: Mapping[int, ClientData]
     test: Mapping[int, ClientData]
     validation: Mapping[int, ClientData] = field(default_factory=dict)
-    away: frozenset[int] = frozenset()
+    remote_testers: frozenset[int] = frozenset()
+
+    def __repr__(self) -> str:
+        budgets = dict.fromkeys(client.budget for client in self.clients)
+        names = [f"{b.width:g}" if b.is_width_alone else str(b) for b in budgets]
+        listed = ", ".join([*names[:5], "..."] if len(names) > 5 else names)
+        sizes = [client.num_examples for client in self.clients] or [0]
+        examples = format_count(max(sizes), "example")
+        examples = f"{examples} each" if min(sizes) == max(sizes) else f"{min(sizes)} to {examples}"
+        return f"{format_count(len(self), 'client')}, budgets {listed}; {examples}"
+
+    def __len__(self) -> int:
+        return len(self.clients)
 
     @property
     def data(self) -> dict[str, Mapping[int, ClientData]]:
-        """By split, as engines take it."""
+        """The data by split, as engines take it."""
         splits = {"train": self.train, "test": self.test}
         return {**splits, "validation": self.validation} if self.validation else splits
 
     @property
-    def held_out(self) -> bool:
+    def has_server_test(self) -> bool:
         """Whether the server has test data."""
         return SERVER in self.test
 
@@ -59,170 +83,208 @@ class Population:
     def testers(self) -> tuple[int, ...]:
         """Clients with test data of their own."""
         return tuple(
-            c.id for c in self.clients if c.id in self.away or len(self.test.get(c.id, ()))
+            c.id
+            for c in self.clients
+            if c.id in self.remote_testers or len(self.test.get(c.id, ()))
         )
 
 
-def clients(
+def make_clients(
     train: Any,
     *,
     test: Any = None,
     partition: Any = "iid",
     count: int | None = None,
-    budgets: Mix = (1.0,),
+    budgets: BudgetDistribution = (1.0,),
     seed: int = 0,
     validation: float = 0.0,
-    test_share: float = 0.0,
-    unseen: float = 0.0,
-    least: int = 1,
+    test_fraction: float = 0.0,
+    holdout_clients: float = 0.0,
+    min_examples: int = 1,
     groups: Groups = (None, None),
     group_names: Sequence[str] = (),
 ) -> Population:
-    """Clients for a run.
+    """Makes the clients of a run: divides data among them, and gives them budgets.
 
-    ``train`` is one set that is divided by ``partition`` among ``count`` clients, or a list with
-    one set per client. A set is a ``torch.utils.data.Dataset`` of (input, label), or a pair of
-    arrays. ``test`` is one set, which the server holds and which is divided like the training set,
-    or a list per client. ``partition`` is text (``iid``, ``classes:2``, ``dirichlet:0.5``,
-    ``domain``, ``domain:blocks``, ``natural``) or a partitioner of flwr-datasets. ``budgets`` says
-    what clients can afford, see ``fedquilt.federation.mix``. ``groups`` are ids or domains of the
-    training and of the test examples, by number; None for the latter: they are the server's only.
-    ``group_names`` are their names.
+    Args:
+        train: One set that is divided among the clients, or a list with one set per client. A set
+            is a ``torch.utils.data.Dataset`` of (input, label), or a pair of arrays.
+        test: One set, which the server holds and which is divided like the training set, or a list
+            with one set per client.
+        partition: How the set is divided: text (``iid``, ``classes:2``, ``dirichlet:0.5``,
+            ``domain``, ``domain:blocks``, ``natural``) or a partitioner of flwr-datasets.
+        count: The number of clients. Of natural clients as many are drawn; None: all.
+        budgets: What clients can afford, see ``fedquilt.federation.budgets``.
+        seed: The seed of everything that is drawn.
+        validation: The fraction of each client's training examples, the last in their order, that
+            it holds back from training.
+        test_fraction: The fraction of each client's examples that it is tested on, if it has no
+            test data. They are drawn, since files may be sorted by class; of ``Windows`` they are
+            the last, since those in between overlap.
+        holdout_clients: The fraction of all clients, drawn too, that never train. The server holds
+            all of their data.
+        min_examples: The training examples that a natural client needs in order to take part.
+        groups: For the training and for the test examples the number of each one's natural client
+            or domain; None for the latter: they are the server's only.
+        group_names: The names of the natural clients or domains.
 
-    Of natural clients those with ``least`` training examples take part, or ``count`` of them,
-    drawn by the seed. ``unseen`` is the share of all clients, drawn too, that never train: their
-    data, all of it, is what the server holds. ``test_share`` is the part of every client's examples
-    that it is tested on, if it has no test data: drawn, since files may be sorted by class, but of
-    ``Windows`` the last, as those in between overlap. ``validation`` is the share of the others,
-    the last in their order, that it does not train on either.
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(12, 4), torch.arange(12) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
+    >>> clients
+    4 clients, budgets 1, 0.5; 3 examples each
+    >>> [client.budget.width for client in clients.clients]
+    [1.0, 1.0, 0.5, 0.5]
     """
-    for name, share in (("validation", validation), ("test_share", test_share), ("unseen", unseen)):
-        if not (isinstance(share, Real) and 0 <= share < 1):
-            raise DataError(f"{name} is a share in [0, 1), got {share!r}; write 0.1 for a tenth")
+    fractions = {
+        "validation": validation,
+        "test_fraction": test_fraction,
+        "holdout_clients": holdout_clients,
+    }
+    for name, fraction in fractions.items():
+        if not (isinstance(fraction, Real) and 0 <= fraction < 1):
+            raise DataError(
+                f"{name} must be a fraction in [0, 1), got {fraction!r}; write 0.1 for a tenth"
+            )
     check_value("count", count, int | None)
-    check_value("least", least, Count)
+    check_value("min_examples", min_examples, Count)
     check_value("seed", seed, Number)
     if _is_per_client(train):
-        own = [_examples(number, data) for number, data in enumerate(train)]
-        tests = [as_examples(d) for d in test] if _is_per_client(test) else []
-        if tests and len(tests) != len(own):
+        if holdout_clients:
             raise DataError(
-                f"there are {len(own)} clients but {len(tests)} test sets; give one each"
-            )
-        if unseen:
-            raise DataError(
-                "unseen clients are drawn where one set is divided, got one set per client; leave "
+                "holdout_clients are drawn where one set is divided, got one set per client; leave "
                 "some out, and give their data as test"
             )
-        shared = None if test is None or tests else as_examples(test)
-        parted = _tested(own, tests, test_share, seed)
-        return _population(*parted, shared, budgets, validation, [""] * len(own))
-    world = _divided(as_examples(train), test, partition, count, least, seed, groups)
-    seen, held_out = _without_unseen(world, unseen, seed)
-    parted = _tested(
-        [world.whole.select(world.parts[i]) for i in seen],
-        [] if world.shared is None else [world.shared.select(world.tests[i]) for i in seen],
-        test_share,
-        seed,
-    )
-    names = [_group(world.parts[i], groups[0], group_names) for i in seen]
-    return _population(*parted, held_out, budgets, validation, names)
+        own, tests, server_test = _take_per_client(train, test)
+        names = [""] * len(own)
+    else:
+        divided = _divide(to_examples(train), test, partition, count, min_examples, seed, groups)
+        trainers, server_test = _hold_out_clients(divided, holdout_clients, seed)
+        own, tests = divided.select(trainers)
+        names = [_find_group(divided.train_rows[i], groups[0], group_names) for i in trainers]
+    own, tests = _hold_out_tests(own, tests, test_fraction, seed)
+    return _make_population(own, tests, server_test, budgets, validation, names)
+
+
+def _take_per_client(
+    train: Sequence[Any], test: Any
+) -> tuple[Sequence[ClientData], Sequence[ClientData], ClientData | None]:
+    """Converts data that come per client: training sets, test sets, and the server's test set."""
+    own = [_make_examples(number, data) for number, data in enumerate(train)]
+    if not _is_per_client(test):
+        return own, [], None if test is None else to_examples(test)
+    tests = [to_examples(data) for data in test]
+    if tests and len(tests) != len(own):
+        raise DataError(f"there are {len(own)} clients but {len(tests)} test sets; give one each")
+    return own, tests, None if tests else to_examples(test)
 
 
 @dataclass(frozen=True, eq=False)
-class _World:
-    """One set and its rows for each client; of the test set too, if there is one."""
+class _DividedData:
+    """A training set and its rows for each client, and the same for a test set, if there is one."""
 
-    whole: ClientData
-    shared: ClientData | None
-    parts: list[Indices]
-    tests: list[Indices]
+    train: ClientData
+    test: ClientData | None
+    train_rows: list[Indices]
+    test_rows: list[Indices]
+
+    def select(self, clients: Sequence[int]) -> tuple[list[ClientData], list[ClientData]]:
+        """Selects the training and the test examples of some clients."""
+        train = [self.train.select(self.train_rows[i]) for i in clients]
+        if self.test is None:
+            return train, []
+        return train, [self.test.select(self.test_rows[i]) for i in clients]
 
 
-def _divided(
-    whole: ClientData,
+def _divide(
+    train: ClientData,
     test: Any,
     partition: Any,
     count: int | None,
-    least: int,
+    min_examples: int,
     seed: int,
     groups: Groups,
-) -> _World:
-    shared = None if test is None else as_examples(test)
+) -> _DividedData:
+    """Divides the data among clients; of natural clients it keeps those that take part."""
+    shared = None if test is None else to_examples(test)
     shared = shared if shared is not None and len(shared) else None
     is_natural = partition == "natural"
-    if least > 1 and not is_natural:
+    if min_examples > 1 and not is_natural:
         raise DataError(
-            f"least is for natural clients, got {least} with partition '{partition}'; leave it "
-            "out, or use 'natural'"
+            f"min_examples is for natural clients, got {min_examples} with partition "
+            f"'{partition}'; leave it out, or use 'natural'"
         )
-    asked = None if is_natural else count
-    parts, tests = _indices(whole, shared, partition, asked, seed, groups)
-    tests = tests or [np.zeros(0, np.int64)] * len(parts)
-    if not is_natural or (count is None and least <= 1):
-        return _World(whole, shared, parts, tests)
-    taken = taking_part([len(rows) for rows in parts], count, least, seed)
-    tests_taken = [tests[i] for i in taken]
-    if shared is not None and any(map(len, tests)):  # those of clients that take part
-        rows = np.sort(np.concatenate(tests_taken))
-        tests_taken = [np.searchsorted(rows, own) for own in tests_taken]
+    num_clients = None if is_natural else count
+    train_rows, test_rows = _split_rows(train, shared, partition, num_clients, seed, groups)
+    test_rows = test_rows or [np.zeros(0, np.int64)] * len(train_rows)
+    if not is_natural or (count is None and min_examples <= 1):
+        return _DividedData(train, shared, train_rows, test_rows)
+    sizes = [len(rows) for rows in train_rows]
+    chosen = choose_natural_clients(sizes, count, min_examples, seed)
+    chosen_tests = [test_rows[i] for i in chosen]
+    if shared is not None and any(map(len, test_rows)):
+        # the server tests on the examples of clients that take part
+        rows = np.sort(np.concatenate(chosen_tests))
+        chosen_tests = [np.searchsorted(rows, own) for own in chosen_tests]
         shared = shared.select(rows) if len(rows) else None
-    return _World(whole, shared, [parts[i] for i in taken], tests_taken)
+    return _DividedData(train, shared, [train_rows[i] for i in chosen], chosen_tests)
 
 
-def _without_unseen(world: _World, share: float, seed: int) -> tuple[list[int], ClientData | None]:
-    """Clients that train, and what the server holds: the test set, or all of the others' data."""
-    if not share:
-        return list(range(len(world.parts))), world.shared
-    if world.shared is not None and not any(map(len, world.tests)):
+def _hold_out_clients(
+    divided: _DividedData, fraction: float, seed: int
+) -> tuple[list[int], ClientData | None]:
+    """Draws clients that never train; returns the others, and what the server tests on."""
+    if not fraction:
+        return list(range(len(divided.train_rows))), divided.test
+    if divided.test is not None and not any(map(len, divided.test_rows)):
         raise DataError(
             "these data have a test set that is no client's, on which the model is measured, so "
-            "nobody need be unseen; leave out unseen"
+            "no clients need to be held out; leave out holdout_clients"
         )
-    away = draw_unseen(len(world.parts), share, seed)
-    held_out = world.whole.select(np.concatenate([world.parts[i] for i in away]))
-    rows = np.concatenate([world.tests[i] for i in away])
-    if world.shared is not None and len(rows):
-        held_out = Joined((held_out, world.shared.select(rows)))
-    return [i for i in range(len(world.parts)) if i not in set(away)], held_out
+    holdout = draw_holdout_clients(len(divided.train_rows), fraction, seed)
+    held_out = divided.train.select(np.concatenate([divided.train_rows[i] for i in holdout]))
+    rows = np.concatenate([divided.test_rows[i] for i in holdout])
+    if divided.test is not None and len(rows):
+        held_out = ConcatExamples((held_out, divided.test.select(rows)))
+    return [i for i in range(len(divided.train_rows)) if i not in set(holdout)], held_out
 
 
-def _tested(
-    train: Sequence[ClientData], tests: Sequence[ClientData], share: float, seed: int
+def _hold_out_tests(
+    train: Sequence[ClientData], tests: Sequence[ClientData], fraction: float, seed: int
 ) -> tuple[Sequence[ClientData], Sequence[ClientData]]:
-    """What clients train on, and are tested on: a share of their examples, if there is one."""
-    if not share:
+    """Divides each client's examples into training and test data, if ``fraction`` asks for it."""
+    if not fraction:
         return train, tests
     if any(map(len, tests)):
         raise DataError(
-            "test_share is for clients without test data, and these have some; leave it out"
+            "test_fraction is for clients without test data, and these have some; leave it out"
         )
     rest, held = [], []
     for client, examples in enumerate(train):
         if isinstance(examples, Windows):
-            first, last = _parted(examples, share)
+            first, last = _split_last(examples, fraction)
         else:
-            rows = held_back(len(examples), share, seed, client)
-            first, last = (examples.select(some) for some in rows)
+            rows = split_holdout_rows(len(examples), fraction, seed, client)
+            first, last = (examples.select(part) for part in rows)
         rest.append(first)
         held.append(last)
     return rest, held
 
 
-def _group(rows: Indices, groups: Sequence[int] | Numbers | None, names: Sequence[str]) -> str:
-    """The group that all of a client's examples come from; empty if there is no such."""
-    found = set() if groups is None else set(np.asarray(groups)[rows].tolist())
-    if len(found) != 1:
+def _find_group(rows: Indices, groups: Sequence[int] | Numbers | None, names: Sequence[str]) -> str:
+    """Finds the name of the group that all examples of a client come from; empty if they differ."""
+    numbers = set() if groups is None else set(np.asarray(groups)[rows].tolist())
+    if len(numbers) != 1:
         return ""
-    (number,) = found
+    (number,) = numbers
     return names[number] if number < len(names) else str(number)
 
 
-def _examples(number: int, data: Any) -> ClientData:
+def _make_examples(number: int, data: Any) -> ClientData:
     rows = data[0] if isinstance(data, tuple) and data else data
     if hasattr(rows, "__len__") and len(rows) == 0:
         raise DataError(f"client {number} has no data; give it some, or leave the client out")
-    return as_examples(data)
+    return to_examples(data)
 
 
 def _is_per_client(data: Any) -> bool:
@@ -232,57 +294,59 @@ def _is_per_client(data: Any) -> bool:
     return not is_pair
 
 
-def _indices(
-    whole: ClientData,
-    shared: ClientData | None,
+def _split_rows(
+    train: ClientData,
+    test: ClientData | None,
     partition: Any,
     count: int | None,
     seed: int,
     groups: Groups,
 ) -> tuple[list[Indices], list[Indices]]:
-    labels = np.asarray(whole.labels)
+    """Splits the rows of the training and of the test set among clients."""
+    labels = np.asarray(train.labels)
     test_groups = None if groups[1] is None else np.asarray(groups[1])
-    if groups[0] is not None and (shared is None or groups[1] is None):
+    if groups[0] is not None and (test is None or groups[1] is None):
         test_groups = np.zeros(0, np.int64)
     if not isinstance(partition, str):
         return from_flwr(partition, labels), []
-    return parse(partition).split(
+    return parse_partition(partition).split(
         labels,
         None if groups[0] is None else np.asarray(groups[0]),
-        np.zeros(0, np.int64) if shared is None else np.asarray(shared.labels),
+        np.zeros(0, np.int64) if test is None else np.asarray(test.labels),
         test_groups,
         count,
         seed,
     )
 
 
-def _population(
+def _make_population(
     train: Sequence[ClientData],
     tests: Sequence[ClientData],
-    shared: ClientData | None,
-    budgets: Mix,
+    server_test: ClientData | None,
+    budgets: BudgetDistribution,
     validation: float,
     groups: Sequence[str],
 ) -> Population:
-    dealt = deal(budgets, len(train))
+    """Makes the clients, splits off validation data, and adds the server's test data."""
+    dealt = assign_budgets(budgets, len(train))
     held_back: dict[int, ClientData] = {}
     if validation:
-        parted = [_parted(examples, validation) for examples in train]
-        train = [first for first, _ in parted]
-        held_back = {i: last for i, (_, last) in enumerate(parted) if len(last)}
+        pairs = [_split_last(examples, validation) for examples in train]
+        train = [first for first, _ in pairs]
+        held_back = {i: last for i, (_, last) in enumerate(pairs) if len(last)}
     test = {i: examples for i, examples in enumerate(tests) if len(examples)}
-    targets = [num_targets(test[i]) if i in test else 0 for i in range(len(train))]
-    found = tuple(
+    targets = [count_targets(test[i]) if i in test else 0 for i in range(len(train))]
+    clients = tuple(
         Client(i, len(examples), examples.label_set, budget, group, targets[i])
         for i, (examples, budget, group) in enumerate(zip(train, dealt, groups, strict=True))
     )
-    if shared is not None:
-        test[SERVER] = shared
-    return Population(found, dict(enumerate(train)), test, held_back)
+    if server_test is not None:
+        test[SERVER] = server_test
+    return Population(clients, dict(enumerate(train)), test, held_back)
 
 
-def _parted(examples: ClientData, share: float) -> tuple[ClientData, ClientData]:
-    """The examples without the last ⌊share · n⌋, and those."""
+def _split_last(examples: ClientData, fraction: float) -> tuple[ClientData, ClientData]:
+    """Splits off the last ⌊fraction · n⌋ examples."""
     rows = np.arange(len(examples))
-    start = len(rows) - part_of(len(rows), share)
+    start = len(rows) - count_fraction(len(rows), fraction)
     return examples.select(rows[:start]), examples.select(rows[start:])

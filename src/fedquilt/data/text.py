@@ -1,4 +1,4 @@
-"""Text as numbers: characters and words, vocabularies, and the sets that are made of them."""
+"""Text as numbers: characters, words, vocabularies, and the data sets made of them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedquilt.data.dataset import Dataset, label_groups
 from fedquilt.data.examples import Examples
-from fedquilt.data.source import Source, owners
 from fedquilt.data.windows import Windows
 from fedquilt.errors import DataError
 
-Labelled: TypeAlias = tuple[Sequence[Sequence[str]], Sequence[int]]  # texts in words, and classes
+# texts in words, and the class of each
+LabeledTexts: TypeAlias = tuple[Sequence[Sequence[str]], Sequence[int]]
 
 # LEAF's 80 characters; the last of them stands for all others
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 SPEECH = 80  # characters that are read before the next one is predicted
 TWEET = 25  # words
-MOST_WORDS = 10_000
+MAX_WORDS = 10_000
 PADDING, UNKNOWN = 0, 1  # tokens of words; the others follow
 ROWS, PASSAGE = 100, 64  # HeteroFL's users of WikiText-2, and tokens of an example
 END, UNKNOWN_WORD = "<eos>", "<unk>"
@@ -33,65 +34,65 @@ END, UNKNOWN_WORD = "<eos>", "<unk>"
 _WORD = re.compile(r"[\w']+|[.,!?;]")
 
 
-def characters(text: str) -> Tensor:
-    """Positions in LEAF's alphabet, as int8; what is not in it has the last position.
+def encode_characters(text: str) -> Tensor:
+    """Encodes characters as positions in LEAF's alphabet, int8; unknown ones get the last position.
 
-    >>> characters("Ah}é").tolist()
+    >>> encode_characters("Ah}é").tolist()
     [25, 60, 79, 79]
     """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    return torch.from_numpy(_positions()[codes])
+    return torch.from_numpy(_map_positions()[codes])
 
 
 @lru_cache(maxsize=1)
-def _positions() -> npt.NDArray[np.int8]:
+def _map_positions() -> npt.NDArray[np.int8]:
     table = np.full(sys.maxunicode + 1, len(ALPHABET) - 1, dtype=np.int8)
     table[[ord(letter) for letter in ALPHABET]] = np.arange(len(ALPHABET))
     return table
 
 
-def words(text: str) -> list[str]:
-    """Words and marks in small letters.
+def split_words(text: str) -> list[str]:
+    """Splits a text into words and punctuation marks, in lower case.
 
-    >>> words("I'm off @user... Bye!")
+    >>> split_words("I'm off @user... Bye!")
     ["i'm", 'off', 'user', '.', '.', '.', 'bye', '!']
     """
     return _WORD.findall(text.lower())
 
 
-def vocabulary(texts: Iterable[Sequence[str]], most: int = MOST_WORDS) -> dict[str, int]:
-    """Tokens of the most frequent words, of equally frequent ones the first in the alphabet.
+def build_vocabulary(texts: Iterable[Sequence[str]], max_words: int = MAX_WORDS) -> dict[str, int]:
+    """Numbers the most frequent words; ties are broken in alphabetical order.
 
-    >>> vocabulary([["b", "a"], ["c", "c"]], most=2)
+    >>> build_vocabulary([["b", "a"], ["c", "c"]], max_words=2)
     {'c': 2, 'a': 3}
     """
     counts = Counter(word for text in texts for word in text)
-    frequent = sorted(counts, key=lambda word: (-counts[word], word))[:most]
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))[:max_words]
     return {word: token for token, word in enumerate(frequent, start=UNKNOWN + 1)}
 
 
-def padded(
+def pad_texts(
     texts: Sequence[Sequence[str]], tokens: Mapping[str, int], length: int = TWEET
 ) -> Tensor:
-    """The first words of each text as tokens (texts, length), shorter texts padded at their end.
+    """Converts the first words of each text to tokens (texts, length), padded at the end.
 
-    >>> padded([["a", "b"], ["a", "c", "a", "c"]], {"a": 2, "c": 3}, length=3)
+    >>> pad_texts([["a", "b"], ["a", "c", "a", "c"]], {"a": 2, "c": 3}, length=3)
     tensor([[2, 1, 0],
             [2, 3, 2]], dtype=torch.int32)
     """
-    found = np.full((len(texts), length), PADDING, dtype=np.int32)
-    for row, text in zip(found, texts, strict=True):
+    padded = np.full((len(texts), length), PADDING, dtype=np.int32)
+    for row, text in zip(padded, texts, strict=True):
         known = [tokens.get(word, UNKNOWN) for word in text[:length]]
         row[: len(known)] = known
-    return torch.from_numpy(found)
+    return torch.from_numpy(padded)
 
 
-def speeches(name: str, roles: Mapping[str, Sequence[str]]) -> Source:
-    """What speaking roles say: the character that follows 80 others, at every position.
+def make_speeches(name: str, roles: Mapping[str, Sequence[str]]) -> Dataset:
+    """Makes a data set of speaking roles: predict the character after each 80 characters.
 
-    As in LEAF, the speeches of a role are one text, a line each. Nothing is held out.
+    As in LEAF, the speeches of a role are joined to one text, a line each. There is no test set.
     """
-    texts = {role: characters("\n".join(lines)) for role, lines in roles.items()}
+    texts = {role: encode_characters("\n".join(lines)) for role, lines in roles.items()}
     texts = {role: text for role, text in texts.items() if len(text) > SPEECH}
     if not texts:
         raise DataError(
@@ -104,8 +105,8 @@ def speeches(name: str, roles: Mapping[str, Sequence[str]]) -> Source:
         end += len(text)
     train = Windows(torch.cat([*texts.values()]), torch.cat(starts), SPEECH)
     sizes = {role: len(own) for role, own in zip(texts, starts, strict=True)}
-    groups, _, names = owners(name, sizes, {})
-    return Source(
+    groups, _, names = label_groups(name, sizes, {})
+    return Dataset(
         name,
         train,
         train.select(torch.arange(0)),
@@ -116,42 +117,44 @@ def speeches(name: str, roles: Mapping[str, Sequence[str]]) -> Source:
     )
 
 
-def tweets(name: str, train: Mapping[str, Labelled], test: Mapping[str, Labelled]) -> Source:
-    """Short texts by user, of two classes, as 25 words each.
+def make_tweets(
+    name: str, train: Mapping[str, LabeledTexts], test: Mapping[str, LabeledTexts]
+) -> Dataset:
+    """Makes a data set of short texts by user, 25 words each, in two classes.
 
-    The vocabulary is that of the training part.
+    The vocabulary is built from the training part.
     """
     train = {user: own for user, own in train.items() if own[0]}
     test = {user: own for user, own in test.items() if own[0]}
     if not train:
         raise DataError(f"a training set needs texts, '{name}' has none; check how it was made")
-    tokens = vocabulary(text for texts, _ in train.values() for text in texts)
+    tokens = build_vocabulary(text for texts, _ in train.values() for text in texts)
     shown, held_out = (
         Examples(
-            padded([text for texts, _ in own.values() for text in texts], tokens),
+            pad_texts([text for texts, _ in own.values() for text in texts], tokens),
             torch.tensor([label for _, labels in own.values() for label in labels]).long(),
         )
         for own in (train, test)
     )
     sizes = [{user: len(texts) for user, (texts, _) in own.items()} for own in (train, test)]
-    groups_train, groups_test, names = owners(name, *sizes)
+    groups_train, groups_test, names = label_groups(name, *sizes)
     num_tokens = UNKNOWN + 1 + len(tokens)
-    return Source(name, shown, held_out, 2, groups_train, groups_test, names, num_tokens)
+    return Dataset(name, shown, held_out, 2, groups_train, groups_test, names, num_tokens)
 
 
-def passages(name: str, train: str, test: str) -> Source:
-    """A long text in words, every token of it to be said again: 64 of them an example.
+def make_passages(name: str, train: str, test: str) -> Dataset:
+    """Makes a data set of one long text: examples of 64 tokens, which are also their labels.
 
     As in HeteroFL (Diao et al., ICLR 2021), the text is cut into 100 rows, one for each user, and
-    rows into passages; the model hides some tokens itself. Tokens are numbered as they appear,
-    and the end of a line is one. What is left at the end of a row, and behind the last one, is
-    left out. The test text is nobody's.
+    rows into passages; the model masks some tokens itself. Tokens are numbered in order of
+    appearance, and the end of a line is a token. Incomplete passages and rows are dropped. The
+    test text belongs to no client.
     """
-    stream = _stream(train)
+    stream = _split_tokens(train)
     tokens = {word: token for token, word in enumerate(dict.fromkeys(stream))}
     seen = torch.tensor([tokens[word] for word in stream], dtype=torch.int64)
     unknown = tokens.setdefault(UNKNOWN_WORD, len(tokens))
-    later = [tokens.get(word, unknown) for word in _stream(test)]
+    later = [tokens.get(word, unknown) for word in _split_tokens(test)]
     per_row = len(seen) // ROWS // PASSAGE
     if per_row == 0:
         raise DataError(
@@ -161,7 +164,7 @@ def passages(name: str, train: str, test: str) -> Source:
     rows = seen[: len(seen) // ROWS * ROWS].view(ROWS, -1)[:, : per_row * PASSAGE]
     shown = rows.reshape(-1, PASSAGE)
     held_out = torch.tensor(later[: len(later) // PASSAGE * PASSAGE]).long().view(-1, PASSAGE)
-    return Source(
+    return Dataset(
         name,
         Examples(shown, shown),
         Examples(held_out, held_out),
@@ -172,6 +175,6 @@ def passages(name: str, train: str, test: str) -> Source:
     )
 
 
-def _stream(text: str) -> list[str]:
+def _split_tokens(text: str) -> list[str]:
     lines = text.removesuffix("\n").split("\n") if text else []
     return [word for line in lines for word in (*line.split(), END)]

@@ -1,4 +1,4 @@
-"""Windows over a long text: what was read, and the token that follows."""
+"""Windows over a long text, each labeled with the token that follows it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedquilt.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Examples of ``length`` tokens each, labelled with the token behind them.
+    """Examples of ``length`` tokens each, labeled with the token that follows.
 
-    Windows may overlap: they are cut out of ``tokens``, all texts one after another, when they are
-    batched. So a window at every position costs four bytes and not its own copy. ``starts`` are
-    the positions at which windows begin; a selection shares the tokens.
+    ``tokens`` are all texts one after another, and ``starts`` the positions at which windows
+    begin. Windows may overlap. They are cut out of ``tokens`` when they are batched, so a window
+    at every position costs four bytes and not a copy. A selection shares the tokens.
 
     >>> Windows(torch.tensor([3, 1, 4, 1]), torch.tensor([0, 1]), 2).batch(torch.tensor([1]))
     (tensor([[1, 4]]), tensor([1]))
@@ -29,7 +29,7 @@ class Windows:
     length: int
 
     def __post_init__(self) -> None:
-        """Refuses windows that the text does not hold."""
+        """Checks that all windows lie in the text."""
         if self.tokens.ndim != 1 or self.starts.ndim != 1 or self.length < 1:
             raise DataError(
                 "windows are cut at 1-D starts out of 1-D tokens, each of 1 token or more, got "
@@ -49,12 +49,12 @@ class Windows:
         return len(self.starts)
 
     def __getstate__(self) -> dict[str, object]:
-        """The fields alone: what was computed on the way is not worth sending."""
+        """The fields without cached values, which are cheaper to compute again than to send."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def labels(self) -> Tensor:
-        """The token behind every window."""
+        """The token that follows each window."""
         return self.tokens[self.starts.long() + self.length].long()
 
     @cached_property
@@ -65,11 +65,11 @@ class Windows:
     def batch(
         self, rows: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Some windows and what follows them, the same in training and in evaluation."""
-        places = self.starts[rows].long()[:, None] + torch.arange(self.length + 1)
-        found = self.tokens[places].long()  # (rows, length + 1)
-        return found[:, :-1], found[:, -1]
+        """Cuts out windows and the tokens that follow, the same in training and in evaluation."""
+        positions = self.starts[rows].long()[:, None] + torch.arange(self.length + 1)
+        tokens = self.tokens[positions].long()  # (rows, length + 1)
+        return tokens[:, :-1], tokens[:, -1]
 
     def select(self, rows: Rows) -> Windows:
-        """Some windows over the same text."""
+        """Selects windows over the same text."""
         return replace(self, starts=self.starts[torch.as_tensor(rows)])

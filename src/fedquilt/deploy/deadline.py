@@ -1,4 +1,4 @@
-"""Work that must end in time."""
+"""Runs a function with a time limit."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-class TooLate(Exception):
-    """The work was not done in time."""
+class DeadlineExceeded(Exception):
+    """The time limit was exceeded."""
 
 
-def within(seconds: float, work: Callable[[], Result]) -> Result:
-    """What the work returns; raises TooLate when the time is over. 0 means any time.
+def run_with_deadline(seconds: float, work: Callable[[], Result]) -> Result:
+    """Calls a function, and returns its result; raises DeadlineExceeded after ``seconds``.
 
-    The work is done in a thread, which is told to stop: it does at its next step in Python. If it
-    hangs in something else it is left behind, and ends with the process at the latest.
+    0 means no limit. The function runs in a thread, which is stopped at its next step in Python.
+    A thread that hangs in other code is left behind, and ends with the process.
 
-    >>> within(5, lambda: 6 * 7)
+    >>> run_with_deadline(5, lambda: 6 * 7)
     42
     """
     if not seconds:
@@ -28,20 +28,20 @@ def within(seconds: float, work: Callable[[], Result]) -> Result:
     results: list[Result] = []
     problems: list[BaseException] = []
 
-    def do() -> None:
+    def run() -> None:
         try:
             results.append(work())
-        except BaseException as problem:  # handed on to whoever waits
+        except BaseException as problem:  # raised again by the caller
             problems.append(problem)
 
-    thread = threading.Thread(target=do, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(TooLate)
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(DeadlineExceeded)
         )
-        raise TooLate(f"the work was not done within {seconds:g} seconds")
+        raise DeadlineExceeded(f"the work took longer than {seconds:g} seconds")
     if problems:
         raise problems[0]
     return results[0]

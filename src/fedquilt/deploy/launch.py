@@ -1,88 +1,101 @@
-"""Runs on Flower from start to end: an app, a federation to run it, and the finished run."""
+"""Trains on Flower from start to end: writes an app, runs it in a federation, opens the run."""
 
 from __future__ import annotations
 
-import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from fedquilt.config import CLIENTS, Config, checked, override, population_of, resolved, source_of
+from fedquilt.customize.bundle import has_bundle
 from fedquilt.data.hub import HUB
 from fedquilt.data.load import FOLDERS
-from fedquilt.deploy.app import write_app
-from fedquilt.deploy.connection import Connection
-from fedquilt.deploy.federation import NAME, Federation, NodeConfig, Value, about, require_flower
+from fedquilt.deploy.app_folder import write_app
+from fedquilt.deploy.federation import (
+    CONNECTION_NAME,
+    Federation,
+    read_federation_info,
+    require_flower,
+)
+from fedquilt.deploy.flower_cli import SuperLinkConnection
+from fedquilt.deploy.node_config import NodeConfig
 from fedquilt.errors import ConfigError, FederationError, TrainingError
-from fedquilt.runs.configured import opened
-from fedquilt.runs.run import Run, last_checkpoint, missing, prepared
-from fedquilt.structure.budget import Budget
+from fedquilt.runs.checkpoint import count_saved_rounds
+from fedquilt.runs.directory import RunDirectory
+from fedquilt.runs.from_config import open_configured_run
+from fedquilt.runs.run import Run
+from fedquilt.settings.load import load_config, override_settings
+from fedquilt.settings.resolve import build_population, load_source, resolve_config
+from fedquilt.settings.schema import DEFAULT_CLIENTS, Config
 
 ENGINES = ("local", "flower", "flower-simulation")
-SETS = {"digits", "digits5", *HUB, *FOLDERS}  # whose names are no paths
-INSTALLED = "Successfully installed"  # what Flower says before the server's app begins
-LOGGED = re.compile(r"(?:INFO|WARNING) :\s+(.*\S)")
+DATASET_NAMES = {"digits", "digits5", *HUB, *FOLDERS}  # which are not paths
 
-Tell = Callable[[str], None]
+OnOutput = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Place:
-    """A federation that runs already; its nodes, if it is known what they were started with."""
+class RunningFederation:
+    """A federation that is already running.
 
-    connection: Connection
+    Args:
+        connection: Its SuperLink.
+        nodes: The configuration of its nodes; None if it is not known.
+        is_insecure: Nodes have no lasting keys.
+    """
+
+    connection: SuperLinkConnection
     nodes: tuple[NodeConfig, ...] | None = None
     is_insecure: bool = False
 
     @property
-    def has_data(self) -> bool | None:
-        """Whether its nodes have data of their own; None: nobody knows."""
+    def has_own_data(self) -> bool | None:
+        """Whether its nodes have their own data; None if it is not known."""
         return None if self.nodes is None else any("data" in node for node in self.nodes)
 
 
-def place_of(text: str) -> Place:
-    """The folder of ``fedquilt up``, or a name in the user's own Flower configuration."""
+def find_federation(text: str) -> RunningFederation:
+    """Finds a federation by the folder of ``fedquilt up``, or by its name in Flower's config."""
     require_flower()
     folder = Path(text)
     if not folder.is_dir():
         if len(folder.parts) > 1:
             raise ConfigError(f"there is no federation in '{text}'; start one: fedquilt up")
-        return Place(Connection(text))
-    words = about(folder)
-    if words is None:
-        raise ConfigError(f"no federation runs in {text}; start it: fedquilt up --out {text}")
-    where = Connection(NAME, folder.resolve() / "flower")
-    return Place(where, tuple(words["nodes"]), bool(words["is_insecure"]))
+        return RunningFederation(SuperLinkConnection(text))
+    info = read_federation_info(folder)
+    if info is None:
+        raise ConfigError(f"no federation is running in {text}; start it: fedquilt up --out {text}")
+    connection = SuperLinkConnection(CONNECTION_NAME, folder.resolve() / "flower")
+    return RunningFederation(connection, tuple(info["nodes"]), bool(info["is_insecure"]))
 
 
-def spelled_out(config: Config, place: Place | None) -> Config:
-    """The settings as they are sent: with paths that hold anywhere, and a number of clients.
+def resolve_for_nodes(config: Config, federation: RunningFederation | None) -> Config:
+    """Completes settings before they are sent: absolute paths, and the number of clients.
 
-    Where nodes have data of their own, or may have, server and clients fit the model to those;
-    the server then tests on a set only if the settings name one.
+    Where nodes have their own data, or may have, server and clients fit the model to those; the
+    server then tests on a dataset only if the settings name one.
     """
-    changes = _absolute(config)
-    is_theirs = place is not None and place.has_data is not False
-    if config.data.clients is None and place is not None:
-        changes["data.clients"] = CLIENTS if place.nodes is None else len(place.nodes)
-    config = checked(override(config.model_dump(), changes))
-    if is_theirs:
+    changes = _resolve_paths(config)
+    if config.data.clients is None and federation is not None:
+        changes["data.clients"] = (
+            DEFAULT_CLIENTS if federation.nodes is None else len(federation.nodes)
+        )
+    config = load_config(override_settings(config.model_dump(), changes))
+    if federation is not None and federation.has_own_data is not False:
         return config
-    source = source_of(config)
-    config = resolved(config, source)
-    count = len(population_of(config, source).clients)
-    return checked(override(config.model_dump(), {"data.clients": count}))
+    source = load_source(config)
+    config = resolve_config(config, source)
+    count = len(build_population(config, source).clients)
+    return load_config(override_settings(config.model_dump(), {"data.clients": count}))
 
 
-def _absolute(config: Config) -> dict[str, Any]:
-    """Settings that are paths, as every process finds them."""
+def _resolve_paths(config: Config) -> dict[str, Any]:
+    """The settings that are paths, made absolute for processes with another working directory."""
     changes: dict[str, Any] = {}
     source, model, weights = config.data.source, config.model.name, config.model.weights
-    if source not in SETS and Path(source).expanduser().exists():
+    if source not in DATASET_NAMES and Path(source).expanduser().exists():
         changes["data.source"] = str(Path(source).expanduser().resolve())
     if ":" in model:
         path, _, function = model.rpartition(":")
@@ -92,127 +105,90 @@ def _absolute(config: Config) -> dict[str, Any]:
     return changes
 
 
-def trained(
+def train_on_flower(
     config: Config,
     folder: Path,
-    tell: Tell,
+    on_output: OnOutput,
     *,
-    place: Place | None = None,
+    federation: RunningFederation | None = None,
     simulation: bool = False,
     resume: bool = False,
 ) -> Run | None:
-    """Trains on Flower to the end; None if the run's directory is on another machine.
+    """Trains on Flower to the end.
 
-    In the federation at that place; without one, in one that is started for it, with a node for
-    every client, or with simulated ones. Its keys, logs and what clients keep are then in a folder
-    beside the run's.
+    Args:
+        config: The settings, from ``resolve_for_nodes``.
+        folder: The run's directory, on the machine of the server.
+        on_output: Called with every line for users.
+        federation: The federation to train in. None starts one with a node for every client, in a
+            folder beside the run's.
+        simulation: Lets Flower simulate the nodes.
+        resume: Goes on from the run's last checkpoint.
+
+    Returns:
+        The run; None if its directory is on another machine.
     """
     require_flower()
-    new = missing(folder)
-    if place is None or place.nodes is not None:  # else the directory is on another machine
-        prepared(folder, resume=resume)
-    out = {"flower.out": str(folder.resolve()), "flower.resume": resume}
-    if simulation or (place is not None and place.is_insecure):
-        out["flower.keys"] = False  # a node has another at every start
-    config = checked(override(config.model_dump(), out))
-    count = config.data.clients or CLIENTS
-    resources = {
-        "num-supernodes": count,
+    directory = RunDirectory(folder)
+    if federation is None or federation.nodes is not None:  # else it is on another machine
+        directory.check(resume=resume)
+    changes = {"flower.out": str(folder.resolve()), "flower.resume": resume}
+    if simulation or (federation is not None and federation.is_insecure):
+        changes["flower.keys"] = False  # such nodes have another key after every start
+    config = load_config(override_settings(config.model_dump(), changes))
+    own_folder = folder.resolve().with_name(f"{folder.resolve().name}.federation")
+    resources = _make_simulation_config(config) if simulation else None
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        _connect(federation, own_folder, config, simulation, on_output) as connection,
+    ):
+        app = write_app(Path(scratch) / "quilt", config)
+        try:
+            connection.run(app, on_output, resources)
+        except (FederationError, TrainingError) as problem:
+            raise type(problem)(f"{problem}{_suggest_resume(directory)}") from problem
+    if not has_bundle(directory.model):
+        return None
+    return open_configured_run(folder, model=config.model.name)
+
+
+def _make_simulation_config(config: Config) -> dict[str, int | float]:
+    """Flower's settings of a simulation."""
+    return {
+        "num-supernodes": config.data.clients or DEFAULT_CLIENTS,
         "client-resources-num-cpus": config.flower.cpus,
         "client-resources-num-gpus": config.flower.gpus,
     }
-    beside = folder.resolve().with_name(f"{folder.resolve().name}.federation")
-    with tempfile.TemporaryDirectory() as aside, _at(place, beside, config, simulation, tell) as to:
-        app = write_app(Path(aside) / "quilt", config)
-        try:
-            to.run(app, _only_ours(tell), resources if simulation else None)
-        except (FederationError, TrainingError) as problem:
-            for empty in new:  # the server has refused the run before it wrote anything
-                with suppress(OSError):
-                    empty.rmdir()
-            raise type(problem)(f"{problem}{_remedy(folder)}") from problem
-    if not (folder / "model").is_dir():
-        return None
-    return opened(folder, model=config.model.name)
 
 
 @contextmanager
-def _at(
-    place: Place | None, folder: Path, config: Config, simulation: bool, tell: Tell
-) -> Iterator[Connection]:
-    """A federation that is there, or one of our own for as long as it takes."""
-    if place is not None:
-        yield place.connection
-        return
-    count = 0 if simulation else config.data.clients or CLIENTS
-    nodes = [{"partition-id": number} for number in range(count)]
-    tell(f"starting a SuperLink and {count} nodes" if nodes else "starting a SuperLink")
-    with Federation(folder, nodes, simulation=simulation) as federation:
-        federation.wait(config.flower.wait)
+def _connect(
+    federation: RunningFederation | None,
+    own_folder: Path,
+    config: Config,
+    simulation: bool,
+    on_output: OnOutput,
+) -> Iterator[SuperLinkConnection]:
+    """Connects to a running federation, or to one that is started for this run."""
+    if federation is not None:
         yield federation.connection
+        return
+    count = 0 if simulation else config.data.clients or DEFAULT_CLIENTS
+    nodes = [{"partition-id": number} for number in range(count)]
+    on_output(f"starting a SuperLink and {count} nodes" if nodes else "starting a SuperLink")
+    with Federation(own_folder, nodes, simulation=simulation) as own:
+        own.wait(config.flower.wait)
+        yield own.connection
 
 
-def _only_ours(tell: Tell) -> Tell:
-    """Hands on what the server's app logs, without what Flower says around it."""
-    is_begun = False
-
-    def listen(line: str) -> None:
-        nonlocal is_begun
-        is_begun = is_begun or line.startswith(INSTALLED)
-        found = LOGGED.match(line)
-        if is_begun and found:
-            tell(found[1])
-
-    return listen
-
-
-def _remedy(folder: Path) -> str:
-    if last_checkpoint(folder) is None:
+def _suggest_resume(directory: RunDirectory) -> str:
+    if not count_saved_rounds(directory.checkpoints):
         return ""
-    return f"; go on from its last checkpoint with --resume {folder}"
+    return f"; resume it from its last checkpoint: fedquilt train --resume {directory}"
 
 
-def node_configs(
-    count: int, budgets: str | None = None, data: Sequence[str] = ()
-) -> list[dict[str, Value]]:
-    """What nodes are started with: budgets are dealt in turn, data are one path for each.
-
-    >>> node_configs(3, "1,auto")[2]
-    {'partition-id': 2, 'budget': 1.0}
-    """
-    nodes: list[dict[str, Value]] = [{"partition-id": number} for number in range(count)]
-    if data and len(data) != count:
-        raise ConfigError(f"there are {count} nodes and data for {len(data)}; give --data for each")
-    for node, path in zip(nodes, data, strict=False):
-        if not Path(path).expanduser().exists():
-            raise ConfigError(f"there is no data in '{path}'")
-        node["data"] = str(Path(path).expanduser().resolve())
-    if budgets is not None:
-        words = [_budget(word.strip()) for word in budgets.split(",")]
-        for node, budget in zip(nodes, cycle(words), strict=False):
-            node["budget"] = budget
-    return nodes
-
-
-def _budget(word: str) -> Value:
-    """A width, or the words that a node understands."""
-    try:
-        if word == "auto":
-            return word
-        if "=" not in word:
-            return Budget(float(word)).width
-        limits = {name: int(value) for name, value in (part.split("=") for part in word.split())}
-        Budget(**limits)
-        return word
-    except (TypeError, ValueError):
-        raise ConfigError(
-            "--budgets takes for each node a width, 'auto', or limits such as 'params=100000 "
-            f"macs=2000000', got '{word}'"
-        ) from None
-
-
-def sample_app(federation: Federation) -> Path:
-    """An app for Flower's own command, with default settings for a federation's nodes."""
-    place = Place(federation.connection, federation.nodes)
-    config = checked(override({}, {"flower.out": str(federation.folder / "run")}))
-    return write_app(federation.folder / "app", spelled_out(config, place))
+def write_sample_app(federation: Federation) -> Path:
+    """Writes an app for Flower's own command, with default settings for a federation's nodes."""
+    running = RunningFederation(federation.connection, federation.nodes)
+    config = load_config(override_settings({}, {"flower.out": str(federation.folder / "run")}))
+    return write_app(federation.folder / "app", resolve_for_nodes(config, running))

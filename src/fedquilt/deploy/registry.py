@@ -1,6 +1,6 @@
-"""Who takes part in a run on Flower: each client as it registered, and the node that it is.
+"""The registry of a run on Flower: each client's information, and the key of its node.
 
-A run is identified by its settings and by what its clients registered with, not by who is there: it
+A run is identified by its settings and its registered clients, whichever nodes are online. So it
 can be resumed with some of its nodes. The registry is a file in the run's directory.
 """
 
@@ -14,44 +14,44 @@ from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
 
-from fedquilt.deploy.hello import Hello
-from fedquilt.engines.flower.letters import SETTINGS
+from fedquilt.deploy.node_info import NodeInfo
+from fedquilt.engines.flower.codec import SETTINGS
 from fedquilt.errors import CheckpointError, TrainingError
 from fedquilt.files import write_text
-from fedquilt.runs.run import CLIENTS_FILE
+from fedquilt.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True)
-class Registered:
-    """What a client said about itself, and the key of the node that said so."""
+class RegistryEntry:
+    """A client's information, and the key of its node."""
 
-    hello: Hello
+    info: NodeInfo
     key: str
 
 
-def write_registry(folder: Path, registered: Mapping[int, Registered]) -> None:
-    """Writes who takes part into the run's directory."""
-    people = [
-        {"key": one.key, **one.hello.content().config_records[SETTINGS]}
-        for _, one in sorted(registered.items())
+def write_registry(folder: Path, registered: Mapping[int, RegistryEntry]) -> None:
+    """Writes the registered clients into the run's directory."""
+    clients = [
+        {"key": entry.key, **entry.info.to_message().config_records[SETTINGS]}
+        for _, entry in sorted(registered.items())
     ]
-    write_text(folder / CLIENTS_FILE, json.dumps(people, indent=1, sort_keys=True))
+    write_text(RunDirectory(folder).registry_file, json.dumps(clients, indent=1, sort_keys=True))
 
 
-def read_registry(folder: Path) -> dict[int, Registered]:
-    """Who takes part in the run of a directory; nobody, if it does not say so."""
-    path = folder / CLIENTS_FILE
+def read_registry(folder: Path) -> dict[int, RegistryEntry]:
+    """Reads the registered clients of a run; none if it has no registry."""
+    path = RunDirectory(folder).registry_file
     if not path.exists():
         return {}
     try:
-        found = [_read(dict(words)) for words in json.loads(path.read_text())]
+        entries = [_parse_entry(dict(fields)) for fields in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError, KeyError, TrainingError) as problem:
         raise CheckpointError(
-            f"{path} cannot be read ({problem}); restore it, or start the run anew"
+            f"{path} cannot be read ({problem}); restore it, or start a new run"
         ) from problem
-    return {one.hello.client.id: one for one in found}
+    return {entry.info.client.id: entry for entry in entries}
 
 
-def _read(words: dict[str, Any]) -> Registered:
-    key = str(words.pop("key"))
-    return Registered(Hello.read(RecordDict({SETTINGS: ConfigRecord(words)})), key)
+def _parse_entry(fields: dict[str, Any]) -> RegistryEntry:
+    key = str(fields.pop("key"))
+    return RegistryEntry(NodeInfo.from_message(RecordDict({SETTINGS: ConfigRecord(fields)})), key)

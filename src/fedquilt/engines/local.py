@@ -2,9 +2,8 @@
 
 Global tensors are written once a round to a file in shared memory, which every worker maps; a
 worker takes its subnet from there. What comes back is a file as well, so that updates which are
-early wait outside the server's memory. The same code does the work in this very process
-when there are no workers. One thread everywhere, so the bits do not depend on the number of
-workers.
+early wait outside the server's memory. Without workers the same code does the work in this
+process. Each process uses one thread, so the bits do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import tempfile
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 
@@ -21,26 +21,51 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedquilt.data import ClientData
-from fedquilt.engines import flat
-from fedquilt.engines.engine import Tell, nobody
-from fedquilt.engines.kept import KeptStates, read, write
-from fedquilt.engines.spool import Spool
-from fedquilt.engines.worker import Answer, Hung, Order, Timeouts, Worker, do_task, sentence
+from fedquilt.engines import flat_tensors
+from fedquilt.engines.client_state import ClientStateStore, read_client_state, write_client_state
+from fedquilt.engines.client_work import describe_exception, run_task
+from fedquilt.engines.engine import OnProgress, ignore_progress
+from fedquilt.engines.scratch import ScratchDirectory
+from fedquilt.engines.worker import (
+    Timeouts,
+    Worker,
+    WorkerProblem,
+    WorkReply,
+    WorkRequest,
+)
 from fedquilt.federation.client import Failure, Task, Update
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import one_thread
-from fedquilt.training.recipe import Workbench
+from fedquilt.training.context import ClientContext
+from fedquilt.training.sgd import single_thread
 
 Data = Mapping[str, Mapping[int, ClientData]]  # split -> client -> examples
 SHARED_MEMORY = Path("/dev/shm")
-MOST_TRIES = 2  # a task whose worker died or hung is done once more
+MAX_TRIES = 2  # a task whose worker died or worker_problem is done once more
 
 
 class LocalEngine:
-    """Runs tasks in ``workers`` processes, or in this one if there are none.
+    """Runs tasks in worker processes, or in this one.
 
-    ``timeouts`` are for worker processes; nobody watches over work in this one.
+    Args:
+        model: The whole model, with its initial values.
+        structure: What can be cut in the model.
+        data: Examples of each client, by split.
+        workers: The number of processes; 0: the work is done in this one.
+        folder: Where clients' states are kept; None: in a temporary folder.
+        timeouts: When a worker process counts as hung or late.
+
+    >>> import torch, fedquilt as fq
+    >>> inputs, labels = torch.rand(12, 4), torch.arange(12) % 3
+    >>> clients = fq.make_clients((inputs, labels), count=2)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> structure, params = fq.trace_structure(model, inputs[:1]), model.state_dict()
+    >>> recipe = fq.LocalSGD(fq.LocalTraining(epochs=1), lr=0.1)
+    >>> tasks = [fq.Task(id, (structure.subnet(),), params, recipe, seed=id) for id in (0, 1)]
+    >>> engine = fq.LocalEngine(model, structure, {"train": clients.train}, workers=0)
+    >>> [update.metrics["examples"] for update in engine.run(tasks)]
+    [6, 6]
+    >>> engine.close()
     """
 
     def __init__(
@@ -53,47 +78,47 @@ class LocalEngine:
         folder: Path | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
-        self._bench = Workbench(model, structure, data)
-        self._spool = Spool(Path(tempfile.gettempdir()))
-        self._memory = Spool(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else self._spool
-        self._states = KeptStates(folder or self._spool.folder / "clients")
+        self._context = ClientContext(model, structure, data)
+        self._scratch = ScratchDirectory(Path(tempfile.gettempdir()))
+        self._memory = ScratchDirectory(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else self._scratch
+        self._states = ClientStateStore(folder or self._scratch.folder / "clients")
         self._timeouts = timeouts or Timeouts()
         self._workers = [
-            Worker(self._bench, self._timeouts, self._memory.folder / f"pulse-{number}")
+            Worker(self._context, self._timeouts, self._memory.folder / f"pulse-{number}")
             for number in range(workers)
         ]
         self._files = 0
-        self.tell: Tell = nobody
+        self.on_progress: OnProgress = ignore_progress
 
     def run(
         self, tasks: Sequence[Task], *, enough: int | None = None
     ) -> Iterator[Update | Failure]:
-        """Does the tasks, all of them; yields in their order."""
+        """Does all tasks; yields their results in order."""
         if self._workers:
-            with one_thread():  # the cores are the workers'; more threads here would wait for them
+            with single_thread():  # the cores are for the workers
                 yield from self._run_in_workers(tasks)
         else:
             yield from (self._run_here(task) for task in tasks)
 
-    def kept(self) -> Mapping[int, int]:
-        """The version of what each client keeps."""
+    def client_versions(self) -> Mapping[int, int]:
+        """The version of each client's state."""
         return dict(self._states.versions)
 
-    def restore(self, kept: Mapping[int, int]) -> None:
-        """Goes back to these versions of what clients keep."""
-        self._states.restore(kept)
+    def restore(self, versions: Mapping[int, int]) -> None:
+        """Goes back to these versions of clients' states."""
+        self._states.restore(versions)
 
-    def forget_others(self, *used: Mapping[int, int]) -> None:
-        """Removes what clients kept in versions that nobody needs any more."""
-        self._states.forget_others(*used)
+    def remove_unused(self, *used: Mapping[int, int]) -> None:
+        """Removes versions of clients' states that none of these uses."""
+        self._states.remove_unused(*used)
 
     def close(self) -> None:
-        """Ends all workers and removes temporary files, also those of a round that was left."""
+        """Ends all workers, and removes temporary files."""
         for worker in self._workers:
-            worker.end()
-            worker.orders.clear()
+            worker.terminate()
+            worker.requests.clear()
         self._memory.close()
-        self._spool.close()
+        self._scratch.close()
 
     def __enter__(self) -> LocalEngine:
         return self
@@ -102,53 +127,54 @@ class LocalEngine:
         self.close()
 
     def _run_here(self, task: Task) -> Update | Failure:
-        def tell(done: float) -> None:
+        def on_progress(done: float) -> None:
             try:
-                self.tell(task.client, done)
+                self.on_progress(task.client, done)
             except Exception as problem:
-                raise _Disturbed(problem) from problem
+                raise _CallbackError(problem) from problem
 
-        with one_thread():
+        with single_thread():
             try:
-                before = read(self._states.current(task.client))
-                update, state = do_task(task, self._bench, before, tell)
-                if state is not None:
-                    write(self._states.next(task.client), state)
+                before = read_client_state(self._states.current_path(task.client))
+                result = run_task(task, self._context, before, on_progress)
+                if result.state is not None:
+                    write_client_state(self._states.next_path(task.client), result.state)
             except Exception as problem:
-                return Failure(task.client, sentence(problem))
-            except _Disturbed as disturbed:
-                raise disturbed.problem from None
-        if state is not None:
+                return Failure(task.client, describe_exception(problem))
+            except _CallbackError as error:
+                raise error.problem from None
+        if result.state is not None:
             self._states.advance(task.client)
-        return update
+        return result.update
 
     def _run_in_workers(self, tasks: Sequence[Task]) -> Iterator[Update | Failure]:
-        queue = deque(_heaviest_first(tasks, self._bench.structure))
-        tries = [0] * len(tasks)
-        done: dict[int, Answer | Failure] = {}
-        with self._shared(tasks) as shared:
-            orders = [self._order(i, task, shared[id(task.params)]) for i, task in enumerate(tasks)]
+        with self._write_params(tasks) as paths:
+            requests = [
+                self._make_request(number, task, paths[id(task.params)])
+                for number, task in enumerate(tasks)
+            ]
+            queue = _TaskQueue(requests, deque(_sort_by_size(tasks, self._context.structure)))
             try:
-                for number in range(len(tasks)):
-                    while number not in done:
-                        self._feed(queue, orders)
-                        self._listen(queue, orders, tries, done)
-                    self._feed(queue, orders)
-                    yield self._delivered(orders[number], done.pop(number))
+                for request in requests:
+                    while request.number not in queue.results:
+                        self._assign_requests(queue)
+                        self._await_messages(queue)
+                    self._assign_requests(queue)
+                    yield self._read_update(request, queue.results.pop(request.number))
             finally:
-                self._drop_unfinished(orders)
+                self._drop_unfinished(requests)
 
-    def _order(self, number: int, task: Task, params: Path) -> Order:
-        return Order(
+    def _make_request(self, number: int, task: Task, params: Path) -> WorkRequest:
+        return WorkRequest(
             number,
             task.client,
             task.subnets,
             task.recipe,
             task.seed,
             params,
-            self._states.current(task.client),
-            self._states.next(task.client),
-            self._spool.folder / f"update-{self._next_number()}",
+            self._states.current_path(task.client),
+            self._states.next_path(task.client),
+            self._scratch.folder / f"update-{self._next_number()}",
         )
 
     def _next_number(self) -> int:
@@ -156,14 +182,14 @@ class LocalEngine:
         return self._files
 
     @contextlib.contextmanager
-    def _shared(self, tasks: Sequence[Task]) -> Iterator[dict[int, Path]]:
+    def _write_params(self, tasks: Sequence[Task]) -> Iterator[dict[int, Path]]:
         """Files with the tasks' global tensors, in shared memory where there is enough of it."""
         paths: dict[int, Path] = {}
         try:
             for params in {id(task.params): task.params for task in tasks}.values():
                 size = sum(t.nbytes for t in params.values())
-                spool = self._memory if self._memory.has_room(size) else self._spool
-                path = spool.folder / f"params-{self._next_number()}.safetensors"
+                scratch = self._memory if self._memory.has_room(size) else self._scratch
+                path = scratch.folder / f"params-{self._next_number()}.safetensors"
                 paths[id(params)] = path
                 save_file({n: t.detach().contiguous() for n, t in params.items()}, path)
             yield paths
@@ -171,113 +197,120 @@ class LocalEngine:
             for path in paths.values():
                 path.unlink(missing_ok=True)
 
-    def _feed(self, queue: deque[int], orders: Sequence[Order]) -> None:
-        """Every worker has something to do, and, while there is plenty, something to do next."""
+    def _assign_requests(self, queue: _TaskQueue) -> None:
+        """Gives every worker a request, and a second one while many are waiting."""
         for ahead in (1, 2):
             for worker in self._workers:
-                plenty = len(queue) > 2 * len(self._workers)
-                if queue and len(worker.orders) < ahead and (ahead == 1 or plenty):
-                    worker.send(orders[queue.popleft()])
+                many = len(queue.waiting) > 2 * len(self._workers)
+                if queue.waiting and len(worker.requests) < ahead and (ahead == 1 or many):
+                    worker.send(queue.requests[queue.waiting.popleft()])
 
-    def _listen(
-        self,
-        queue: deque[int],
-        orders: Sequence[Order],
-        tries: list[int],
-        done: dict[int, Answer | Failure],
-    ) -> None:
-        """Waits for a worker to say something, to die, or to hang."""
+    def _await_messages(self, queue: _TaskQueue) -> None:
+        """Waits until a worker sends a message, dies, or hangs."""
         ready = connection.wait(
             [w.pipe for w in self._workers] + [w.sentinel for w in self._workers],
             timeout=self._timeouts.beat,
         )
         for worker in self._workers:
-            hung, is_gone = worker.look(), worker.sentinel in ready
+            problem, has_died = worker.find_problem(), worker.sentinel in ready
             if worker.pipe in ready:
-                said = worker.receive()
-                if isinstance(said, Answer):
-                    done[said.number] = said
+                message = worker.receive()
+                if isinstance(message, WorkReply):
+                    queue.results[message.number] = message
                     continue
-                if said is not None and worker.is_at(said.number):
-                    self.tell(orders[said.number].client, said.done)
-                is_gone = said is None
-            if hung is not None or is_gone:
-                self._give_up(worker, hung, queue, tries, done)
+                if message is not None and worker.is_working_on(message.number):
+                    self.on_progress(queue.requests[message.number].client, message.done)
+                has_died = message is None
+            if problem is not None or has_died:
+                requests, code = self._replace_worker(worker)
+                queue.retry_or_fail(requests, problem, code)
 
-    def _give_up(
-        self,
-        worker: Worker,
-        hung: Hung | None,
-        queue: deque[int],
-        tries: list[int],
-        done: dict[int, Answer | Failure],
-    ) -> None:
-        """Work of a worker that died or hung is done again, unless it was the work's own fault."""
-        waiting, code = self._replaced(worker)
-        for position, order in enumerate(waiting):
-            tries[order.number] += position == 0
-            is_late = position == 0 and hung is not None and hung.is_late
-            if tries[order.number] < MOST_TRIES and not is_late:
-                queue.appendleft(order.number)
-            else:
-                reason = _death(code) if hung is None else hung.reason
-                done[order.number] = Failure(order.client, reason)
+    def _replace_worker(self, worker: Worker) -> tuple[deque[WorkRequest], int | None]:
+        """Starts a worker's process anew; the requests that it had, and its exit code."""
+        code = worker.replace(self._context)
+        requests, worker.requests = worker.requests, deque()
+        return requests, code
 
-    def _replaced(self, worker: Worker) -> tuple[deque[Order], int | None]:
-        """Puts a fresh process in a worker's place; what it had to do, and its exit code."""
-        code = worker.replace(self._bench)
-        waiting, worker.orders = worker.orders, deque()
-        return waiting, code
-
-    def _delivered(self, order: Order, answer: Answer | Failure) -> Update | Failure:
-        if isinstance(answer, Failure):
-            return answer
-        if answer.problem is not None:
-            return Failure(order.client, answer.problem)
-        if answer.kept_state:
-            self._states.advance(order.client)
-        tensors = flat.read(order.answer, answer.slots) if answer.subnets else {}
-        order.answer.unlink(missing_ok=True)
+    def _read_update(self, request: WorkRequest, reply: WorkReply | Failure) -> Update | Failure:
+        """The update of a reply, whose tensors are in a file."""
+        if isinstance(reply, Failure):
+            return reply
+        if reply.problem is not None:
+            return Failure(request.client, reply.problem)
+        if reply.has_new_state:
+            self._states.advance(request.client)
+        tensors = flat_tensors.read_flat(request.update, reply.slots) if reply.subnets else {}
+        request.update.unlink(missing_ok=True)
         return Update(
-            order.client,
-            answer.subnets,
-            flat.unpacked(tensors, len(answer.subnets)),
-            answer.weight,
-            answer.metrics or {},
+            request.client,
+            reply.subnets,
+            flat_tensors.split_parts(tensors, len(reply.subnets)),
+            reply.weight,
+            reply.metrics or {},
         )
 
-    def _drop_unfinished(self, orders: Sequence[Order]) -> None:
-        """A round that was left early leaves nothing behind: its workers start afresh."""
+    def _drop_unfinished(self, requests: Sequence[WorkRequest]) -> None:
+        """Restarts workers that are still busy, because the round was left early; removes files."""
         for worker in self._workers:
-            if worker.orders:
-                self._replaced(worker)
-        for path in (path for order in orders for path in order.files):
+            if worker.requests:
+                self._replace_worker(worker)
+        for path in (path for request in requests for path in request.files):
             path.unlink(missing_ok=True)
 
 
-class _Disturbed(BaseException):
-    """A problem of the one who was told, which is no failure of the client at work."""
+@dataclass
+class _TaskQueue:
+    """The requests of a round: which are waiting for a worker, and what came of others."""
+
+    requests: Sequence[WorkRequest]
+    waiting: deque[int]  # numbers of requests
+    results: dict[int, WorkReply | Failure] = field(default_factory=dict)
+    tries: Counter[int] = field(default_factory=Counter)
+
+    def retry_or_fail(
+        self, requests: Iterable[WorkRequest], problem: WorkerProblem | None, code: int | None
+    ) -> None:
+        """Puts back the requests of a worker that died or hung.
+
+        The first, on which it worked, fails if it was tried too often, or if it was late.
+        """
+        for position, request in enumerate(requests):
+            self.tries[request.number] += position == 0
+            is_late = position == 0 and problem is not None and problem.is_late
+            if self.tries[request.number] < MAX_TRIES and not is_late:
+                self.waiting.appendleft(request.number)
+            else:
+                reason = _describe_exit(code) if problem is None else problem.reason
+                self.results[request.number] = Failure(request.client, reason)
+
+
+class _CallbackError(BaseException):
+    """An exception of ``on_progress``, which is no failure of the client at work."""
 
     def __init__(self, problem: Exception) -> None:
         self.problem = problem
 
 
-def _heaviest_first(tasks: Sequence[Task], structure: Structure) -> list[int]:
-    """Long tasks start early, so that no worker is left alone with one at the end."""
+def _sort_by_size(tasks: Sequence[Task], structure: Structure) -> list[int]:
+    """Numbers of tasks, the largest first, so that no worker is left alone with one at the end."""
     sizes: dict[tuple[Subnet, ...], float] = {}
     for task in tasks:
         if task.subnets not in sizes:
-            sizes[task.subnets] = sum(_share(s, structure) for s in task.subnets)
+            sizes[task.subnets] = sum(_estimate_size(s, structure) for s in task.subnets)
     return sorted(range(len(tasks)), key=lambda i: -sizes[tasks[i].subnets])
 
 
-def _share(subnet: Subnet, structure: Structure) -> float:
-    kept = [structure.kept(subnet, g) / structure.groups[g].size for g in structure.cut_groups()]
+def _estimate_size(subnet: Subnet, structure: Structure) -> float:
+    """A subnet's work as a part of that of the whole net, roughly."""
+    kept = [
+        structure.kept_count(subnet, g) / structure.groups[g].size for g in structure.cut_groups()
+    ]
     width = sum(kept) / len(kept) if kept else 1.0
-    return width * (1 - len(structure.gone(subnet)) / max(len(structure.shapes), 1))
+    return width * (1 - len(structure.dropped_tensors(subnet)) / max(len(structure.shapes), 1))
 
 
-def _death(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
+    """Why the process of a task that was tried twice has ended."""
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""

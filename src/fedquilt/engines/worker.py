@@ -1,8 +1,8 @@
-"""A worker process: takes orders, does a client's work, answers, and shows that it lives.
+"""A worker process: takes requests, does a client's work, replies, and sends heartbeats.
 
-Orders and answers are small messages; their tensors are in files. A thread of the worker touches
-a file while the process lives, so that honest work may take as long as it takes, but a process that
-was stopped or that hangs is noticed.
+Requests and replies are small messages; their tensors are in files. A thread of the worker touches
+a file while the process lives. So work may take long, but a process that was stopped or that hangs
+is noticed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -30,26 +29,26 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fedquilt.engines import flat
-from fedquilt.engines.kept import is_sound, read, write
-from fedquilt.federation.client import Task, Update
+from fedquilt.engines import flat_tensors
+from fedquilt.engines.client_state import read_client_state, write_client_state
+from fedquilt.engines.client_work import describe_exception, run_task
+from fedquilt.federation.client import Recipe, Task
 from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.recipe import Recipe, Workbench
+from fedquilt.training.context import ClientContext
 
-SHORTEST_WAIT = 0.25  # seconds of work between two words about it
-SMALLEST_STEP = 0.01  # of the work; so few words fit into a pipe that nobody reads for long
-LONGEST_BEAT = 1.0  # seconds between two heartbeats, and between two looks at them
-LARGEST_MESSAGE = 16_000  # bytes that a pipe takes at once; nobody waits for the rest of them
+MAX_BEAT_SECONDS = 1.0  # between two heartbeats, and between two looks at them
+MAX_MESSAGE_BYTES = 16_000  # that a pipe takes at once, so that no process waits to send more
 
 
 @dataclass(frozen=True)
 class Timeouts:
     """How long a worker may take, in seconds, while the server waits for it.
 
-    Without a ``heartbeat`` for so long it counts as hung: a fresh one takes its place, and the
-    client's work is done once more. ``deadline`` is for the work of one client, which has failed
-    when it takes longer; None: it may take any time.
+    Args:
+        heartbeat: A worker without a heartbeat for this time is replaced, and the client's work is
+            done once more.
+        deadline: The work of one client fails if it takes longer; None: no limit.
     """
 
     heartbeat: float = 60.0
@@ -58,11 +57,11 @@ class Timeouts:
     @property
     def beat(self) -> float:
         """Seconds between two heartbeats, and between two looks at them."""
-        return min(LONGEST_BEAT, self.heartbeat / 4, (self.deadline or self.heartbeat) / 4)
+        return min(MAX_BEAT_SECONDS, self.heartbeat / 4, (self.deadline or self.heartbeat) / 4)
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkRequest:
     """A task as it goes to a worker: its tensors stay in the files it names."""
 
     number: int
@@ -73,102 +72,56 @@ class Order:
     params: Path
     state: Path | None
     next_state: Path
-    answer: Path
+    update: Path
 
     @property
     def files(self) -> tuple[Path, Path, Path]:
-        """The answer's tensors, and the messages about it that are too long for a pipe."""
-        return self.answer, self.answer.with_suffix(".order"), self.answer.with_suffix(".answer")
+        """The update's tensors, and a request and a reply that are too long for a pipe."""
+        return self.update, self.update.with_suffix(".request"), self.update.with_suffix(".reply")
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a worker says: the update without its tensors, or what went wrong."""
+class WorkReply:
+    """What comes of a request: the update without its tensors, or what went wrong."""
 
     number: int
     subnets: tuple[Subnet, ...] = ()
     weight: float = 0.0
     metrics: Mapping[str, float] | None = None
-    slots: tuple[flat.Slot, ...] = ()
-    kept_state: bool = False
+    slots: tuple[flat_tensors.Slot, ...] = ()
+    has_new_state: bool = False
     problem: str | None = None
 
 
 @dataclass(frozen=True)
-class Word:
-    """What a worker says in between: the share of an order that is done."""
+class ProgressMessage:
+    """A worker's report: the part of a request that is done."""
 
     number: int
     done: float
 
 
-def do_task(
-    task: Task,
-    bench: Workbench,
-    state: Mapping[str, Tensor] | None,
-    tell: Callable[[float], None] | None = None,
-) -> tuple[Update, Mapping[str, Tensor] | None]:
-    """The client's work: its update, and what it keeps if that has changed and is sound."""
-    listener = None if tell is None else _Listener(tell)
-    bench.kept, bench.to_keep, bench.own, bench.listener = state, None, None, listener
-    try:
-        update = task.recipe.run(task, bench)
-    finally:
-        bench.listener = None
-    if listener is not None:
-        listener.end()
-    kept = bench.to_keep
-    return update, kept if kept is not None and is_sound(kept, bench.model) else None
-
-
-class _Listener:
-    """Passes on what a client tells, but only step by step, and a few times a second at most.
-
-    Nothing is said about a task that is done sooner.
-    """
-
-    def __init__(self, tell: Callable[[float], None]) -> None:
-        self._tell, self._said, self._when = tell, 0.0, time.monotonic()
-
-    def __call__(self, done: float) -> None:
-        done = min(done, 1.0)
-        if done >= self._said + SMALLEST_STEP and time.monotonic() >= self._when + SHORTEST_WAIT:
-            self._said, self._when = float(done), time.monotonic()
-            self._tell(self._said)
-
-    def end(self) -> None:
-        """All is done: whoever heard of a part hears that, as the result may have to wait."""
-        if 0 < self._said < 1:
-            self._tell(1.0)
-
-
-def sentence(problem: BaseException) -> str:
-    """What went wrong, and where, in one line."""
-    where = traceback.extract_tb(problem.__traceback__)[-1]
-    return f"{type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})"
-
-
 class Worker:
-    """One worker process and the orders it holds; the first is the one it works on."""
+    """One worker process and its requests, of which it works on the first."""
 
-    def __init__(self, bench: Workbench, timeouts: Timeouts, pulse: Path) -> None:
-        self.orders: deque[Order] = deque()
+    def __init__(self, context: ClientContext, timeouts: Timeouts, pulse: Path) -> None:
+        self.requests: deque[WorkRequest] = deque()
         self._timeouts, self._pulse = timeouts, pulse
-        self._start(bench)
+        self._start(context)
 
-    def _start(self, bench: Workbench) -> None:
+    def _start(self, context: ClientContext) -> None:
         # forked, where that is possible: data and model need not be sent, nor be importable
-        context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
-        self.pipe, theirs = context.Pipe()
+        process_context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
+        self.pipe, theirs = process_context.Pipe()
         self._pulse.touch()
         self._seen, self._silent, self._spent, self._looked = 0, 0.0, 0.0, time.monotonic()
         beat = self._timeouts.beat
-        self._process: BaseProcess = context.Process(
-            target=_work,
-            args=(theirs, self.pipe, self._pulse, beat, bench, os.getpid()),
+        self._process: BaseProcess = process_context.Process(
+            target=_run_worker,
+            args=(theirs, self.pipe, self._pulse, beat, context, os.getpid()),
             daemon=True,
         )
-        with _undisturbed():  # until the worker ignores Ctrl-C, which is ours to handle
+        with _hold_interrupts():  # until the worker ignores Ctrl-C, which is ours to handle
             self._process.start()
         theirs.close()
 
@@ -177,34 +130,34 @@ class Worker:
         """Becomes ready when the process ends."""
         return self._process.sentinel
 
-    def send(self, order: Order) -> None:
-        """Gives the worker something to do; if it has just died, that is noticed when listening."""
-        if not self.orders:
+    def send(self, request: WorkRequest) -> None:
+        """Sends a request; a worker that has just died is noticed when its replies are awaited."""
+        if not self.requests:
             self._silent = self._spent = 0.0
-        self.orders.append(order)
+        self.requests.append(request)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            _send(self.pipe, order, order.files[1])
+            _send(self.pipe, request, request.files[1])
 
-    def receive(self) -> Answer | Word | None:
-        """What it says, or None if it died instead."""
+    def receive(self) -> WorkReply | ProgressMessage | None:
+        """The next message; None if the process has died."""
         try:
-            said: Answer | Word = _receive(self.pipe)
+            message: WorkReply | ProgressMessage = _receive(self.pipe)
         except (EOFError, OSError):
             return None
-        if isinstance(said, Answer):
-            self.orders.popleft()
+        if isinstance(message, WorkReply):
+            self.requests.popleft()
             self._spent = 0.0
-        return said
+        return message
 
-    def is_at(self, number: int) -> bool:
-        """Whether this is what it works on."""
-        return bool(self.orders) and self.orders[0].number == number
+    def is_working_on(self, number: int) -> bool:
+        """Whether it works on the request of this number."""
+        return bool(self.requests) and self.requests[0].number == number
 
-    def look(self) -> Hung | None:
-        """What is wrong with a worker that has something to do, if it is alive at all.
+    def find_problem(self) -> WorkerProblem | None:
+        """Why a worker with requests has to be replaced, if it does.
 
-        Time counts as long as the server looks: if all processes were stopped together, or the
-        server was busy, the worker has had no more than one beat.
+        Between two calls no more than one beat counts: if all processes were stopped together, or
+        the server was busy, that is no fault of the worker.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, self._timeouts.beat), now
@@ -212,29 +165,29 @@ class Worker:
         self._silent = 0.0 if self._seen != before else self._silent + passed
         self._spent += passed
         heartbeat, deadline = self._timeouts.heartbeat, self._timeouts.deadline
-        if not self.orders:
+        if not self.requests:
             return None
         if self._silent >= heartbeat:
-            return Hung(
+            return WorkerProblem(
                 f"its worker gave no sign of life for {heartbeat:g} seconds, twice", is_late=False
             )
         if deadline is not None and self._spent >= deadline:
-            return Hung(f"its work was not done within {deadline:g} seconds", is_late=True)
+            return WorkerProblem(f"its work was not done within {deadline:g} seconds", is_late=True)
         return None
 
     def _last_beat(self) -> int:
         try:
             return self._pulse.stat().st_mtime_ns
-        except OSError:  # somebody tidied up, and the next beat brings the file back
+        except OSError:  # the file was removed; the next heartbeat creates it again
             return self._seen
 
-    def replace(self, bench: Workbench) -> int | None:
-        """A fresh process in place of this one; the old one's exit code."""
-        code = self.end()
-        self._start(bench)
+    def replace(self, context: ClientContext) -> int | None:
+        """Starts a new process in place of this one; the old one's exit code."""
+        code = self.terminate()
+        self._start(context)
         return code
 
-    def end(self) -> int | None:
+    def terminate(self) -> int | None:
         """Ends the process; its exit code."""
         self.pipe.close()
         if self._process.is_alive():
@@ -247,16 +200,16 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Hung:
-    """Why a worker is given up; one that ``is_late`` was at work, and would be late again."""
+class WorkerProblem:
+    """Why a worker is replaced; the work of one that ``is_late`` is not tried again."""
 
     reason: str
     is_late: bool
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ctrl-C waits, here and in processes started meanwhile."""
+def _hold_interrupts() -> Iterator[None]:
+    """Delays Ctrl-C, here and in processes that are started meanwhile."""
     if sys.platform == "win32":
         yield
         return
@@ -267,84 +220,94 @@ def _undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(
+def _run_worker(
     pipe: Connection,
-    parents_end: Connection,
+    parent_end: Connection,
     pulse: Path,
     beat: float,
-    bench: Workbench,
+    context: ClientContext,
     parent: int,
 ) -> None:
-    """A worker's life: take an order, do it, answer."""
-    parents_end.close()
+    """The main function of the process: handles one request after another."""
+    parent_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if hasattr(signal, "SIGHUP"):  # a closed terminal is the server's to handle, like Ctrl-C
+    if hasattr(signal, "SIGHUP"):  # the server handles a closed terminal, as it does Ctrl-C
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    die_with(parent)
-    keep_memory()
+    exit_with_parent(parent)
+    retain_freed_memory()
     torch.set_num_threads(1)
-    threading.Thread(target=_show_life, args=(pulse, beat), daemon=True).start()
-    params = _Params()
+    threading.Thread(target=_send_heartbeats, args=(pulse, beat), daemon=True).start()
+    mapped = _MappedParams()
     while True:
         try:
-            order: Order = _receive(pipe)
+            request: WorkRequest = _receive(pipe)
         except (EOFError, OSError):
             return
         try:
-            answer = _do(order, bench, params, pipe)
+            reply = _handle_request(request, context, mapped, pipe)
         except Exception as problem:
-            answer = Answer(order.number, problem=sentence(problem))
-        _say(pipe, answer, order)
+            reply = WorkReply(request.number, problem=describe_exception(problem))
+        _reply(pipe, reply, request)
 
 
-def _show_life(pulse: Path, beat: float) -> None:
+def _send_heartbeats(pulse: Path, beat: float) -> None:
     rest = threading.Event()
-    with contextlib.suppress(OSError):  # the folder is gone, and the server with it
+    with contextlib.suppress(OSError):  # the folder and its server are gone
         while not rest.wait(beat):
             pulse.touch()
 
 
-def _say(pipe: Connection, what: Answer | Word, order: Order) -> None:
+def _reply(pipe: Connection, message: WorkReply | ProgressMessage, request: WorkRequest) -> None:
     try:
-        _send(pipe, what, order.files[2])
+        _send(pipe, message, request.files[2])
     except (BrokenPipeError, ConnectionResetError):
-        sys.exit()  # the round was left, and nobody listens any more
+        sys.exit()  # the round was left early, and the server has closed its end
 
 
-def _send(pipe: Connection, message: object, aside: Path) -> None:
-    """Sends a message at once, so that nobody waits for half of one: a long one is a file."""
+def _send(pipe: Connection, message: object, overflow: Path) -> None:
+    """Sends a message without blocking: a long one goes into a file."""
     data = ForkingPickler.dumps(message)
-    if len(data) > LARGEST_MESSAGE:
-        aside.write_bytes(data)
-        data = ForkingPickler.dumps(aside)
+    if len(data) > MAX_MESSAGE_BYTES:
+        overflow.write_bytes(data)
+        data = ForkingPickler.dumps(overflow)
     pipe.send_bytes(data)
 
 
 def _receive(pipe: Connection) -> Any:
     message = pickle.loads(pipe.recv_bytes())
     if isinstance(message, Path):
-        aside, message = message, pickle.loads(message.read_bytes())
-        aside.unlink(missing_ok=True)
+        overflow, message = message, pickle.loads(message.read_bytes())
+        overflow.unlink(missing_ok=True)
     return message
 
 
-def _do(order: Order, bench: Workbench, params: _Params, pipe: Connection) -> Answer:
-    def tell(done: float) -> None:
-        _say(pipe, Word(order.number, done), order)
+def _handle_request(
+    request: WorkRequest, context: ClientContext, mapped: _MappedParams, pipe: Connection
+) -> WorkReply:
+    """Does the work of a request; the update's tensors and the new state go into files."""
 
-    task = Task(order.client, order.subnets, params.read(order.params), order.recipe, order.seed)
-    update, state = do_task(task, bench, read(order.state), tell)
-    slots = flat.write(order.answer, flat.packed(update.params)) if update.subnets else ()
+    def on_progress(done: float) -> None:
+        _reply(pipe, ProgressMessage(request.number, done), request)
+
+    params = mapped.read(request.params)
+    task = Task(request.client, request.subnets, params, request.recipe, request.seed)
+    result = run_task(task, context, read_client_state(request.state), on_progress)
+    update, state = result.update, result.state
+    slots = (
+        flat_tensors.write_flat(request.update, flat_tensors.join_parts(update.params))
+        if update.subnets
+        else ()
+    )
     if state is not None:
-        write(order.next_state, state)
-    return Answer(
-        order.number, update.subnets, update.weight, update.metrics, slots, state is not None
+        write_client_state(request.next_state, state)
+    return WorkReply(
+        request.number, update.subnets, update.weight, update.metrics, slots, state is not None
     )
 
 
-class _Params:
-    """The round's global tensors, mapped into this process once."""
+class _MappedParams:
+    """The global tensors of a round, mapped into this process once."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -358,19 +321,19 @@ class _Params:
         return self._tensors
 
 
-def die_with(parent: int) -> None:
-    """This process ends when its parent does, however that happens (Linux)."""
+def exit_with_parent(parent: int) -> None:
+    """Makes this process end when its parent does, even if that is killed (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
 
 
-def keep_memory() -> None:
-    """The C library keeps freed memory instead of giving it back to the system each time (glibc).
+def retain_freed_memory() -> None:
+    """Makes the C library keep freed memory (glibc).
 
-    Training frees and asks for the same large blocks at every step; with the defaults each
-    of them is returned to the system and cleared by it again.
+    Training frees and allocates the same large blocks at every step. By default each of them is
+    returned to the system, which clears it again.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):

@@ -18,37 +18,63 @@ of the model which is taken away. If none were asked for, there is no such model
 example is answered by the client whose test data it is.
 
 Scores are with a model's stored statistics, so that neither the order of the data nor the size of
-batches matters. With ``batch_statistics`` every batch of test data is normalised by itself instead,
+batches matters. With ``batch_statistics`` every batch of test data is normalized by itself instead,
 as papers score methods that keep no statistics.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from fedquilt.engines.engine import Engine
 from fedquilt.errors import ConfigError, TrainingError
-from fedquilt.federation.boundary import admit
-from fedquilt.federation.client import SERVER, Client, Failure, Task, Update, seed_of
+from fedquilt.federation.client import SERVER, Client, Failure, Task, Update, derive_seed
 from fedquilt.federation.state import Setup, State
+from fedquilt.federation.validation import validate_reply
 from fedquilt.methods.method import Method, shares_weights
-from fedquilt.structure.cost import Cost, cost
+from fedquilt.structure.cost import Cost, compute_cost
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.attack import PGD
 from fedquilt.training.dualnorm import NO_DIAL, has_dial
 from fedquilt.training.evaluate import Evaluate
 
-MOST_LOSS = 700.0  # whose exponential is still a float
+MAX_LOSS = 700.0  # whose exponential is still a float
 PARTS = 8  # held-out data is evaluated in this many tasks, whatever the number of workers
 
 
 @dataclass(frozen=True)
 class SizeScore:
-    """How the net of one width, at one robustness, does."""
+    """The scores of the net of one width, at one robustness.
+
+    Args:
+        width: The size of the net.
+        params: The number of its parameters.
+        macs: Multiply-accumulate operations for one example.
+        accuracy: On the server's held-out data, in [0, 1]; None without such data.
+        local_accuracy: On clients' test data, among each one's own classes; None without such data.
+        loss: On the server's held-out data; None without such data, or if it is not finite.
+        num_examples: The number of targets that were tested.
+        user_accuracy: The mean over clients of the accuracy on their test data.
+        robustness: The setting of the robustness dial; None: there is no dial.
+        robust_accuracy: The mean over clients of the accuracy under attack; None without an attack.
+        personal_accuracy: Of clients' own nets on their own data; None if they have none.
+        perplexity: The exponential of the loss, where examples have several targets.
+        group_accuracy: The user accuracy in each domain.
+        batch_statistics: Whether each batch of test data was normalized by itself.
+
+    >>> import torch, fedquilt as fq
+    >>> inputs, labels = torch.rand(12, 4), torch.arange(12) % 3
+    >>> clients = fq.make_clients((inputs, labels), test=(inputs, labels), count=2)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> run = fq.train(model, inputs[:1], "fedavg", clients, rounds=1, workers=0)
+    >>> run.scores[0].width, run.scores[0].params, run.scores[0].num_examples
+    (1.0, 67, 12)
+    """
 
     width: float
     params: int
@@ -65,6 +91,12 @@ class SizeScore:
     group_accuracy: Mapping[str, float] | None = None  # user accuracy in each domain
     batch_statistics: bool = False  # whether each batch of test data was normalised by itself
 
+    def __repr__(self) -> str:
+        """The fields that have a value."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = (f"{name}={value!r}" for name, value in values.items() if value is not None)
+        return f"SizeScore({', '.join(given)})"
+
 
 def evaluate(
     setup: Setup,
@@ -72,69 +104,93 @@ def evaluate(
     state: State,
     engine: Engine,
     *,
-    held_out: bool,
+    has_server_test: bool,
     testers: tuple[int, ...],
     widths: tuple[float, ...] | None = None,
     robustness: tuple[float, ...] = (),
     attack: PGD | None = None,
-    tell: Callable[[Failure], None] = lambda failure: None,
+    on_failure: Callable[[Failure], None] = lambda failure: None,
     batch_statistics: bool = False,
 ) -> list[SizeScore]:
     """Scores of a finished state, largest size first, at one robustness after another.
 
-    ``held_out`` says whether the server has data, ``testers`` which clients have. ``tell`` hears of
-    clients that gave no usable result, without which the scores are.
+    Args:
+        setup: What stays the same during the run.
+        method: The method, which says which sizes there are.
+        state: The state whose model is evaluated.
+        engine: Runs the tasks; it has the test data.
+        has_server_test: Whether the server has test data.
+        testers: The clients that have test data.
+        widths: The sizes to evaluate; None: those of the method.
+        robustness: The settings of the robustness dial to evaluate.
+        attack: The attack for robust accuracy; None: there is none.
+        on_failure: Is called with clients that gave no valid result; scores are without these.
+        batch_statistics: Whether each batch of test data is normalized by itself.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(12, 4), torch.arange(12) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=2)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> structure, method = fq.trace_structure(model, data[0][:1]), fq.FedAvg()
+    >>> setup = fq.Setup(model, structure, data[0][:1], clients.clients, rounds=1, seed=0)
+    >>> engine = fq.LocalEngine(model, structure, {"test": clients.test}, workers=0)
+    >>> state = method.start(setup)
+    >>> scores = evaluate(setup, method, state, engine, has_server_test=True, testers=(0, 1))
+    >>> [(score.width, score.num_examples) for score in scores]
+    [(1.0, 12)]
+    >>> engine.close()
     """
     if robustness and not has_dial(setup.model):
         raise ConfigError(NO_DIAL)
     sizes = widths or method.sizes(setup)
-    mixes = [method.mix(setup, state, width) for width in sizes]
-    subnets = tuple(dict.fromkeys(subnet for mix in mixes for subnet in mix))  # each once
+    ensembles = [method.ensemble(setup, state, width) for width in sizes]
+    subnets = tuple(dict.fromkeys(itertools.chain.from_iterable(ensembles)))  # each once
     has_statistics = method.has_statistics(setup)
     recipe = Evaluate(
-        mixes=tuple(tuple(map(subnets.index, mix)) for mix in mixes),
-        home=method.home,
+        ensembles=tuple(tuple(map(subnets.index, ensemble)) for ensemble in ensembles),
+        local_params=method.local_params,
         robustness=robustness,
         attack=attack,
         scale=method.scales_outputs,
-        batch_statistics=batch_statistics or not (has_statistics or method.home),
+        batch_statistics=batch_statistics or not (has_statistics or method.local_params),
     )
-    only_statistics = bool(method.home) and shares_weights(setup, method)
+    only_statistics = bool(method.local_params) and shares_weights(setup, method)
     by_clients = bool(testers) and only_statistics and not has_statistics
     shared: list[Task] = []
-    if held_out and not by_clients:
+    if has_server_test and not by_clients:
         is_global = only_statistics and has_statistics
-        for_server = replace(recipe, home=()) if is_global else recipe
-        shared = _held_out_tasks(setup, state, subnets, for_server)
-    own = [_own_task(state, c, subnets, recipe) for c in setup.clients if c.id in testers]
-    results = list(_admitted(setup, state, engine, [*shared, *own]))
+        for_server = replace(recipe, local_params=()) if is_global else recipe
+        shared = _make_server_tasks(setup, state, subnets, for_server)
+    own = [_make_client_task(state, c, subnets, recipe) for c in setup.clients if c.id in testers]
+    results = list(_validate_results(setup, state, engine, [*shared, *own]))
     on_shared, on_own = results[: len(shared)], results[len(shared) :]
     _refuse_unknown(on_shared)
     for result in results:
         if isinstance(result, Failure):
-            tell(result)
+            on_failure(result)
     answered = [r for r in on_own if isinstance(r, Update)]  # clients that failed are left out
-    points = [(r, w, m) for r in robustness or (None,) for w, m in zip(sizes, mixes, strict=True)]
-    personal = _mean_over_clients(answered, "hits", len(mixes)) if not robustness else None
-    everywhere = answered if by_clients and held_out else on_shared
-    domains = _domains(setup.clients, answered)
+    points = list(itertools.product(robustness or (None,), zip(sizes, ensembles, strict=True)))
+    personal = _mean_over_clients(answered, "hits", len(ensembles)) if not robustness else None
+    everywhere = answered if by_clients and has_server_test else on_shared
+    domains = _list_domains(setup.clients, answered)
+    price = functools.partial(compute_ensemble_cost, setup, memory=False)
     return [
         replace(
-            _score(i, width, dial, cost_of(setup, mix, memory=False), everywhere, answered),
+            _score(i, width, dial, price(ensemble), everywhere, answered),
             personal_accuracy=personal,
-            group_accuracy=_by_domain(domains, i),
+            group_accuracy=_group_by_domain(domains, i),
             batch_statistics=recipe.batch_statistics,
         )
-        for i, (dial, width, mix) in enumerate(points)
+        for i, (dial, (width, ensemble)) in enumerate(points)
     ]
 
 
-def _admitted(
+def _validate_results(
     setup: Setup, state: State, engine: Engine, tasks: Sequence[Task]
 ) -> Iterator[Update | Failure]:
     """What came of the tasks; counts that cannot be are failures."""
     for task, result in zip(tasks, engine.run(tasks), strict=True):
-        yield admit(setup, task, result, state.params)
+        yield validate_reply(setup, task, result, state.params)
 
 
 def _refuse_unknown(on_shared: Sequence[Update | Failure]) -> None:
@@ -149,13 +205,15 @@ def _refuse_unknown(on_shared: Sequence[Update | Failure]) -> None:
         raise TrainingError(f"the held-out data could not be evaluated: {reason}")
 
 
-def _own_task(state: State, client: Client, subnets: tuple[Subnet, ...], recipe: Evaluate) -> Task:
+def _make_client_task(
+    state: State, client: Client, subnets: tuple[Subnet, ...], recipe: Evaluate
+) -> Task:
     """The global nets on a client's test data, and the client's own net, if it has one."""
     recipe, subnets = replace(recipe, labels=client.labels), _without_home(subnets, recipe)
-    if client.id in state.chosen and not recipe.robustness:
-        assert recipe.mixes is not None
-        recipe = replace(recipe, mixes=(*recipe.mixes, (len(subnets),)))
-        subnets = (*subnets, state.chosen[client.id].leaving(*recipe.home))
+    if client.id in state.chosen_subnets and not recipe.robustness:
+        assert recipe.ensembles is not None
+        recipe = replace(recipe, ensembles=(*recipe.ensembles, (len(subnets),)))
+        subnets = (*subnets, state.chosen_subnets[client.id].excluding(*recipe.local_params))
     return Task(client.id, subnets, state.params, recipe, _seed(client.id))
 
 
@@ -180,47 +238,47 @@ def _score(
         _mean_over_clients(answered, "hits", point),
         dial,
         _mean_over_clients(answered, "robust", point),
-        perplexity=_perplexity(on_shared, loss),
+        perplexity=_compute_perplexity(on_shared, loss),
     )
 
 
-def accuracy_by_client(
+def evaluate_by_client(
     setup: Setup, method: Method, state: State, engine: Engine, testers: tuple[int, ...]
 ) -> dict[int, float]:
     """The largest net's accuracy on each client's own test data, all classes allowed."""
     recipe = Evaluate(
-        home=method.home,
+        local_params=method.local_params,
         scale=method.scales_outputs,
-        batch_statistics=not (method.has_statistics(setup) or method.home),
+        batch_statistics=not (method.has_statistics(setup) or method.local_params),
     )
-    mix = _without_home(method.mix(setup, state, max(method.sizes(setup))), recipe)
-    recipe = replace(recipe, mixes=(tuple(range(len(mix))),))
-    tasks = [Task(c, mix, state.params, recipe, _seed(c)) for c in testers]
+    ensemble = _without_home(method.ensemble(setup, state, max(method.sizes(setup))), recipe)
+    recipe = replace(recipe, ensembles=(tuple(range(len(ensemble))),))
+    tasks = [Task(c, ensemble, state.params, recipe, _seed(c)) for c in testers]
     return {
         result.client: result.metrics["hits:0"] / result.metrics["examples"]
-        for result in _admitted(setup, state, engine, tasks)
+        for result in _validate_results(setup, state, engine, tasks)
         if isinstance(result, Update)
     }
 
 
-def cost_of(setup: Setup, mix: Sequence[Subnet], *, memory: bool = True) -> Cost:
-    """What a mix costs: the sum of its subnets; the memory only if somebody wants to know."""
+def compute_ensemble_cost(setup: Setup, ensemble: Sequence[Subnet], *, memory: bool = True) -> Cost:
+    """What an ensemble costs: the sum of its subnets; memory only on request."""
     model, structure, example = setup.model, setup.structure, setup.example
-    prices = [cost(model, structure, subnet, example, memory=memory) for subnet in mix]
+    prices = [compute_cost(model, structure, subnet, example, memory=memory) for subnet in ensemble]
     return functools.reduce(operator.add, prices)
 
 
 def _without_home(subnets: tuple[Subnet, ...], recipe: Evaluate) -> tuple[Subnet, ...]:
     """The subnets as far as they are sent to a client."""
-    return tuple(subnet.leaving(*recipe.home) for subnet in subnets)
+    return tuple(subnet.excluding(*recipe.local_params) for subnet in subnets)
 
 
-def _held_out_tasks(
+def _make_server_tasks(
     setup: Setup, state: State, subnets: tuple[Subnet, ...], recipe: Evaluate
 ) -> list[Task]:
     recipe = replace(recipe, attack=None)  # robust accuracy is a mean over clients
     subnets = _without_home(subnets, recipe)
-    if recipe.home:  # every client's own model sees all of the held-out data
+    if recipe.local_params:  # every client's own model sees all of the held-out data
         recipe = replace(recipe, of=SERVER)
         return [Task(c.id, subnets, state.params, recipe, _seed(c.id)) for c in setup.clients]
     return [
@@ -231,7 +289,7 @@ def _held_out_tasks(
 
 def _seed(number: int) -> int:
     """Where an attack starts: the same in every evaluation."""
-    return seed_of(0, number)
+    return derive_seed(0, number)
 
 
 def _share(
@@ -242,10 +300,10 @@ def _share(
     if not count:
         return None, None, 0
     hits = sum(a.metrics.get(f"{kind}:{point}", 0.0) for a in listed)  # a part may be empty
-    return hits / count, _loss(listed, f"loss:{point}"), count
+    return hits / count, _mean_loss(listed, f"loss:{point}"), count
 
 
-def _loss(listed: Sequence[Update], name: str) -> float | None:
+def _mean_loss(listed: Sequence[Update], name: str) -> float | None:
     """The mean over examples; a client's that is no number is left out, unless all are."""
     known = [a for a in listed if a.client == SERVER or math.isfinite(a.metrics.get(name, 0.0))]
     count = sum(int(a.metrics["examples"]) for a in known)
@@ -253,15 +311,15 @@ def _loss(listed: Sequence[Update], name: str) -> float | None:
     return loss / count if count and math.isfinite(loss) else None
 
 
-def _perplexity(results: Iterable[Update | Failure], loss: float | None) -> float | None:
+def _compute_perplexity(results: Iterable[Update | Failure], loss: float | None) -> float | None:
     """How many equally likely targets the loss is worth; None where an example has one only."""
     listed = (result for result in results if isinstance(result, Update))
-    if loss is None or loss > MOST_LOSS or not any("sequences" in a.metrics for a in listed):
+    if loss is None or loss > MAX_LOSS or not any("sequences" in a.metrics for a in listed):
         return None
     return math.exp(loss)
 
 
-def _domains(clients: Sequence[Client], answered: Sequence[Update]) -> dict[str, list[Update]]:
+def _list_domains(clients: Sequence[Client], answered: Sequence[Update]) -> dict[str, list[Update]]:
     """The answers of each group of clients; none where there is one group, or a client in each."""
     group = {client.id: client.group for client in clients}
     names = dict.fromkeys(group.values())
@@ -271,7 +329,9 @@ def _domains(clients: Sequence[Client], answered: Sequence[Update]) -> dict[str,
     return {name: answers for name, answers in found.items() if answers}
 
 
-def _by_domain(domains: Mapping[str, Sequence[Update]], point: int) -> dict[str, float] | None:
+def _group_by_domain(
+    domains: Mapping[str, Sequence[Update]], point: int
+) -> dict[str, float] | None:
     means = {name: _mean_over_clients(a, "hits", point) for name, a in domains.items()}
     return {name: mean for name, mean in means.items() if mean is not None} or None
 

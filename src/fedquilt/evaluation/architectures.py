@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fedquilt.evaluation.accuracy import cost_of
+from fedquilt.evaluation.accuracy import compute_ensemble_cost
 from fedquilt.evaluation.clients import ClientScore
 from fedquilt.federation.state import Setup
 from fedquilt.structure.budget import Budget
-from fedquilt.structure.cost import macs_by_layer
-from fedquilt.structure.cut import shapes
-from fedquilt.structure.groups import Structure, following
+from fedquilt.structure.cost import count_macs_by_layer
+from fedquilt.structure.cut import compute_shapes
+from fedquilt.structure.structure import Structure, map_followers
 from fedquilt.structure.subnet import Subnet
 
 COSTS = ("params", "macs", "bytes")
@@ -41,38 +41,39 @@ class Architecture:
     channels: Mapping[str, int]  # θ: the outputs of each layer
 
 
-def architectures(
+def describe_architectures(
     structure: Structure,
     chosen: Mapping[int, Subnet],
     budgets: Mapping[int, Budget] | None = None,
 ) -> list[Architecture]:
     """The architecture of every client that chose one, by clients' numbers.
 
+    >>> from fedquilt.structure.create import declare_structure
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> axes = {"0.weight": ("h", None), "0.bias": ("h",), "2.weight": (None, "h")}
-    >>> structure = Structure.declare(net, axes)
-    >>> architectures(structure, {7: structure.subnet(0.75)})[0].channels
+    >>> structure = declare_structure(net, axes)
+    >>> describe_architectures(structure, {7: structure.subnet(0.75)})[0].channels
     {'0': 6}
     """
-    sizes = {name: structure.shapes[name][0] for name in layers(structure)}
+    sizes = {name: structure.shapes[name][0] for name in list_cut_layers(structure)}
     found = []
     for client, subnet in sorted(chosen.items()):
-        there = shapes(structure, subnet.shape)
+        there = compute_shapes(structure, subnet.shape)
         kept = {name: there[name][0] if name in there else 0 for name in sizes}
         found.append(
             Architecture(
                 client,
                 (budgets or {}).get(client),
                 {group: _share(structure, subnet, group) for group in structure.cut_groups()},
-                {_layer(name): kept[name] / size for name, size in sizes.items()},
-                {_layer(name): count for name, count in kept.items()},
+                {_find_layer(name): kept[name] / size for name, size in sizes.items()},
+                {_find_layer(name): count for name, count in kept.items()},
             )
         )
     return found
 
 
-def layers(structure: Structure) -> list[str]:
+def list_cut_layers(structure: Structure) -> list[str]:
     """The weights of the layers whose outputs may be cut, in the model's order.
 
     These are tensors of two axes or more whose first axis follows a group that is cut. A depthwise
@@ -92,19 +93,19 @@ def layers(structure: Structure) -> list[str]:
     return found
 
 
-def _layer(weight: str) -> str:
+def _find_layer(weight: str) -> str:
     return weight.removesuffix(".weight")
 
 
 def _share(structure: Structure, subnet: Subnet, group: str) -> float:
     """The part of a group that is kept; nothing of a group that is in skipped blocks alone."""
-    if structure.gone(subnet).issuperset(following(structure)[group]):
+    if structure.dropped_tensors(subnet).issuperset(map_followers(structure)[group]):
         return 0.0
-    return structure.kept(subnet, group) / structure.groups[group].size
+    return structure.kept_count(subnet, group) / structure.groups[group].size
 
 
 @dataclass(frozen=True)
-class Rate:
+class KeepRate:
     """The part of a width group's channels that clients' own nets keep."""
 
     group: str
@@ -113,13 +114,13 @@ class Rate:
     spread: float  # standard deviation over clients
 
 
-def rates(structure: Structure, nets: Sequence[Architecture]) -> list[Rate]:
+def compute_keep_rates(structure: Structure, nets: Sequence[Architecture]) -> list[KeepRate]:
     """How much of every width group clients keep, in the model's order (ADDS, Fig. 5)."""
     found = []
     for group in structure.cut_groups() if nets else ():
         shares = [net.groups[group] for net in nets]
         size = structure.groups[group].size
-        found.append(Rate(group, size, statistics.fmean(shares), statistics.pstdev(shares)))
+        found.append(KeepRate(group, size, statistics.fmean(shares), statistics.pstdev(shares)))
     return found
 
 
@@ -134,29 +135,33 @@ class LayerCost:
     macs: float
 
 
-def layer_costs(setup: Setup, chosen: Mapping[int, Subnet]) -> list[LayerCost]:
+def compute_layer_costs(setup: Setup, chosen: Mapping[int, Subnet]) -> list[LayerCost]:
     """What sampling saves in every layer, in the model's order (ADDS, Fig. 5).
 
-    Layers are modules with a weight of two axes or more: normalisation is none. MACs of a layer
+    Layers are modules with a weight of two axes or more: normalization is none. MACs of a layer
     grow with the cells of these weights.
     """
     structure, nets = setup.structure, Counter(subnet.shape for subnet in chosen.values())
-    macs = macs_by_layer(setup.model, structure, setup.example) if nets else {}
+    macs = count_macs_by_layer(setup.model, structure, setup.example) if nets else {}
     found = []
-    for layer, names in _weights_by_layer(setup).items() if nets else ():
+    for layer, names in _group_weights_by_layer(setup).items() if nets else ():
         large = [name for name in names if len(structure.shapes[name]) > 1]
-        whole, used = macs.get(layer, 0), _cells(structure, Subnet(), large)
-        cells = sum(n * _cells(structure, net, large) for net, n in nets.items()) / nets.total()
-        params = sum(n * _cells(structure, net, names) for net, n in nets.items()) / nets.total()
+        whole, used = macs.get(layer, 0), _count_cells(structure, Subnet(), large)
+        cells = (
+            sum(n * _count_cells(structure, net, large) for net, n in nets.items()) / nets.total()
+        )
+        params = (
+            sum(n * _count_cells(structure, net, names) for net, n in nets.items()) / nets.total()
+        )
         found.append(
             LayerCost(
-                layer, _cells(structure, Subnet(), names), params, whole, whole * cells / used
+                layer, _count_cells(structure, Subnet(), names), params, whole, whole * cells / used
             )
         )
     return found
 
 
-def _weights_by_layer(setup: Setup) -> dict[str, list[str]]:
+def _group_weights_by_layer(setup: Setup) -> dict[str, list[str]]:
     """Modules with a weight of two axes or more, and all parameters of their own."""
     found: dict[str, list[str]] = {}
     large = set[str]()
@@ -167,8 +172,8 @@ def _weights_by_layer(setup: Setup) -> dict[str, list[str]]:
     return {layer: names for layer, names in found.items() if layer in large}
 
 
-def _cells(structure: Structure, subnet: Subnet, names: Sequence[str]) -> int:
-    there = shapes(structure, subnet)
+def _count_cells(structure: Structure, subnet: Subnet, names: Sequence[str]) -> int:
+    there = compute_shapes(structure, subnet)
     return sum(math.prod(there[name]) for name in names if name in there)
 
 
@@ -181,22 +186,22 @@ class Compression:
     divergence: float  # Jensen-Shannon, in [0, 1]
 
 
-def compressions(
+def compute_compressions(
     setup: Setup, chosen: Mapping[int, Subnet], divergences: Mapping[int, float]
 ) -> list[Compression]:
     """Every client that chose a net and whose labels are known (ADDS, Fig. 8)."""
     names = [name for name, _ in setup.model.named_parameters()]
-    whole = _cells(setup.structure, Subnet(), names)
+    whole = _count_cells(setup.structure, Subnet(), names)
     return [
         Compression(
-            client, _cells(setup.structure, subnet.shape, names) / whole, divergences[client]
+            client, _count_cells(setup.structure, subnet.shape, names) / whole, divergences[client]
         )
         for client, subnet in sorted(chosen.items())
         if client in divergences
     ]
 
 
-def correlation(points: Sequence[Compression]) -> float | None:
+def compute_correlation(points: Sequence[Compression]) -> float | None:
     """Pearson's, between share and divergence; None where one of them does not vary."""
     pairs = [(point.share, point.divergence) for point in points]
     if any(len(set(values)) < 2 for values in zip(*pairs, strict=True)) or not pairs:
@@ -225,24 +230,24 @@ class Distances:
     all_pairs: Distance | None
 
 
-def distances(nets: Sequence[Architecture]) -> Distances:
+def compute_distances(nets: Sequence[Architecture]) -> Distances:
     """How much architectures differ."""
     pairs = list(itertools.combinations(nets, 2))
     alike = [(a, b) for a, b in pairs if a.budget is not None and a.budget == b.budget]
-    return Distances(_distance(alike), _distance(pairs))
+    return Distances(_compute_distance(alike), _compute_distance(pairs))
 
 
-def _distance(pairs: Sequence[tuple[Architecture, Architecture]]) -> Distance | None:
+def _compute_distance(pairs: Sequence[tuple[Architecture, Architecture]]) -> Distance | None:
     if not pairs:
         return None
     return Distance(
         len(pairs),
-        sum(_l2(a.channels, b.channels) for a, b in pairs) / len(pairs),
-        sum(_l2(a.layers, b.layers) for a, b in pairs) / len(pairs),
+        sum(_compute_l2(a.channels, b.channels) for a, b in pairs) / len(pairs),
+        sum(_compute_l2(a.layers, b.layers) for a, b in pairs) / len(pairs),
     )
 
 
-def _l2(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+def _compute_l2(one: Mapping[str, float], other: Mapping[str, float]) -> float:
     return math.dist(list(one.values()), [other[name] for name in one])
 
 
@@ -257,7 +262,7 @@ class ClientNet:
     bytes: float  # sent up in a round
 
 
-def client_nets(
+def compute_client_nets(
     setup: Setup,
     chosen: Mapping[int, Subnet],
     scores: Iterable[ClientScore] = (),
@@ -270,7 +275,7 @@ def client_nets(
     """
     known, found = budgets or {}, []
     for client, subnet in chosen.items():
-        price = cost_of(setup, (subnet,), memory=False)
+        price = compute_ensemble_cost(setup, (subnet,), memory=False)
         found.append(ClientNet(client, known.get(client), price.params, price.macs, price.bytes))
     for score in scores:
         if score.client not in chosen and score.rounds:
@@ -279,13 +284,15 @@ def client_nets(
     return sorted(found, key=lambda net: net.client)
 
 
-def mean_costs(nets: Sequence[ClientNet]) -> dict[str, float]:
+def compute_mean_costs(nets: Sequence[ClientNet]) -> dict[str, float]:
     """Parameters, MACs and bytes, in the mean over clients; nothing without any."""
     names = COSTS if nets else ()
     return {name: sum(getattr(net, name) for net in nets) / len(nets) for name in names}
 
 
-def mean_shares(setup: Setup, nets: Sequence[ClientNet]) -> dict[str, float]:
+def compute_mean_fractions(setup: Setup, nets: Sequence[ClientNet]) -> dict[str, float]:
     """The same as parts of what the whole model costs (ADDS, Table 3)."""
-    whole = cost_of(setup, (Subnet(),), memory=False)
-    return {name: mean / max(getattr(whole, name), 1) for name, mean in mean_costs(nets).items()}
+    whole = compute_ensemble_cost(setup, (Subnet(),), memory=False)
+    return {
+        name: mean / max(getattr(whole, name), 1) for name, mean in compute_mean_costs(nets).items()
+    }

@@ -30,13 +30,13 @@ class Summary:
         return SCORES[self.score]
 
 
-def main_accuracy(score: SizeScore) -> float | None:
+def get_main_accuracy(score: SizeScore) -> float | None:
     """The first accuracy that is known, in the order of ``SCORES``."""
     known = (getattr(score, name) for name in SCORES)
     return next((value for value in known if value is not None), None)
 
 
-def common_score(scores: Sequence[SizeScore]) -> str | None:
+def find_common_score(scores: Sequence[SizeScore]) -> str | None:
     """The first score that all of them have, by the name of its field; None: there is none."""
     for name in SCORES if scores else ():
         if all(getattr(score, name) is not None for score in scores):
@@ -47,7 +47,7 @@ def common_score(scores: Sequence[SizeScore]) -> str | None:
 def summarize(scores: Sequence[SizeScore]) -> Summary | None:
     """The worst and the mean over sizes; at the first point of the dial, where there is one."""
     shown = [score for score in scores if score.robustness == scores[0].robustness]
-    name = common_score(shown)
+    name = find_common_score(shown)
     if name is None:
         return None
     values = [getattr(score, name) for score in shown]
@@ -56,7 +56,7 @@ def summarize(scores: Sequence[SizeScore]) -> Summary | None:
 
 def describe_accuracy(setup: Setup, method: Method) -> str:
     """What ``accuracy`` is the accuracy of, and on which data."""
-    if not method.home:
+    if not method.local_params:
         return "on the server's held-out data"
     if shares_weights(setup, method):
         return "on all test data, each example answered with the statistics of its client"

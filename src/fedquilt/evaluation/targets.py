@@ -11,7 +11,7 @@ Curve = Iterable[tuple[int, float | None]]  # rounds, and accuracies where they 
 
 
 @dataclass(frozen=True)
-class Reached:
+class TargetResult:
     """The first round whose accuracy was at least the target; None: there was none.
 
     A speed-up is how many times as many rounds the run took that others are compared with.
@@ -24,46 +24,54 @@ class Reached:
     local_speed_up: float | None = None
 
 
-def reached(targets: Sequence[float], accuracy: Curve, local: Curve = ()) -> list[Reached]:
+def find_reached_targets(
+    targets: Sequence[float], accuracy: Curve, local: Curve = ()
+) -> list[TargetResult]:
     """When each target was reached.
 
-    >>> [r.rounds for r in reached([0.4, 0.5, 0.9], [(1, 0.3), (2, 0.5), (3, 0.4), (4, 0.6)])]
+    >>> curve = [(1, 0.3), (2, 0.5), (3, 0.4), (4, 0.6)]
+    >>> [result.rounds for result in find_reached_targets([0.4, 0.5, 0.9], curve)]
     [2, 2, None]
     """
     shared, own = list(accuracy), list(local)
     return [
-        Reached(checked_target(target), rounds_to(target, shared), rounds_to(target, own))
+        TargetResult(
+            validate_target(target), count_rounds_to(target, shared), count_rounds_to(target, own)
+        )
         for target in targets
     ]
 
 
-def rounds_to(target: float, curve: Curve) -> int | None:
+def count_rounds_to(target: float, curve: Curve) -> int | None:
     """The first round with at least this accuracy; None if there is none."""
     found = (round for round, accuracy in curve if accuracy is not None and accuracy >= target)
     return next(found, None)
 
 
-def against(first: Sequence[Reached], others: Sequence[Reached]) -> list[Reached]:
+def compute_speed_ups(
+    first: Sequence[TargetResult], others: Sequence[TargetResult]
+) -> list[TargetResult]:
     """The same with speed-ups: the first one's rounds over the other's.
 
-    >>> against(reached([0.5], [(41, 0.5)]), reached([0.5], [(34, 0.5)]))[0].speed_up
+    >>> first = find_reached_targets([0.5], [(41, 0.5)])
+    >>> compute_speed_ups(first, find_reached_targets([0.5], [(34, 0.5)]))[0].speed_up
     1.2058823529411764
     """
     return [
         replace(
             other,
-            speed_up=_ratio(one.rounds, other.rounds),
-            local_speed_up=_ratio(one.local_rounds, other.local_rounds),
+            speed_up=_compute_ratio(one.rounds, other.rounds),
+            local_speed_up=_compute_ratio(one.local_rounds, other.local_rounds),
         )
         for one, other in zip(first, others, strict=True)
     ]
 
 
-def _ratio(one: int | None, other: int | None) -> float | None:
+def _compute_ratio(one: int | None, other: int | None) -> float | None:
     return one / other if one and other else None
 
 
-def checked_target(target: float) -> float:
+def validate_target(target: float) -> float:
     """The target itself, if it is an accuracy that can be reached."""
     if not 0 < target <= 1:
         raise ConfigError(f"a target is an accuracy in (0, 1], got {target:g}; write 40 % as 0.4")

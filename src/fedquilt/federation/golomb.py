@@ -38,10 +38,10 @@ class Ternary:
         return np.where(self.is_negative, -self.magnitude, self.magnitude)
 
 
-def most_entries(size: int, sparsity: float) -> int:
+def max_entries(size: int, sparsity: float) -> int:
     """How many entries of a vector may be other than zero: k = max(⌊n p⌋, 1).
 
-    >>> most_entries(1000, 0.01), most_entries(30, 0.01), most_entries(0, 0.01)
+    >>> max_entries(1000, 0.01), max_entries(30, 0.01), max_entries(0, 0.01)
     (10, 1, 0)
     """
     return min(size, max(1, math.floor(size * sparsity)))
@@ -68,7 +68,7 @@ def bits_per_position(sparsity: float) -> float:
     return float(bits + 1 / (1 - (1 - sparsity) ** 2**bits))
 
 
-def encoded(ternary: Ternary, size: int, sparsity: float) -> npt.NDArray[np.uint8]:
+def encode(ternary: Ternary, size: int, sparsity: float) -> npt.NDArray[np.uint8]:
     """The code of a vector of so many entries."""
     bits = _remainder_bits(size, sparsity)
     gaps = np.diff(ternary.positions, prepend=-1) - 1
@@ -82,7 +82,7 @@ def encoded(ternary: Ternary, size: int, sparsity: float) -> npt.NDArray[np.uint
     return np.concatenate([header, stream])
 
 
-def decoded(code: npt.NDArray[np.uint8], size: int, sparsity: float) -> Ternary:
+def decode(code: npt.NDArray[np.uint8], size: int, sparsity: float) -> Ternary:
     """The vector that a code means; a ValueError says why it means none of so many entries.
 
     It takes no more memory than codes of such vectors need, whatever the code claims.
@@ -93,7 +93,7 @@ def decoded(code: npt.NDArray[np.uint8], size: int, sparsity: float) -> Ternary:
     count, magnitude = int(header["count"][0]), header["magnitude"][0]
     if not (np.isfinite(magnitude) and magnitude >= 0):
         raise ValueError(f"has the magnitude {magnitude}, which is not finite or not positive")
-    if count > (most := most_entries(size, sparsity)):
+    if count > (most := max_entries(size, sparsity)):
         raise ValueError(f"is too long: it has {count} entries, and {most} were asked for")
     positions, negative = _read(code[HEADER.itemsize :], count, size, sparsity)
     return Ternary(positions, negative, magnitude)

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
 
 from fedquilt.federation.client import Client
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import Example
+from fedquilt.structure.tensors import Example
 
-USUAL_COHORT = 10  # clients that take part in a round of the papers' experiments
+DEFAULT_COHORT = 10  # clients that take part in a round of the papers' experiments
 
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """What stays the same during a run."""
+    """What stays the same during a run.
+
+    Args:
+        model: The supernet, as it is trained.
+        structure: What can be cut in it.
+        example: An input of the model.
+        clients: Who takes part, as they have registered.
+        rounds: The rounds of training.
+        seed: Of all random streams.
+
+    >>> import torch, fedquilt as fq
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> example, clients = torch.zeros(1, 4), (fq.Client(0, num_examples=10),)
+    >>> structure = fq.trace_structure(model, example)
+    >>> setup = fq.Setup(model, structure, example, clients, rounds=5, seed=0)
+    >>> fq.HeteroFL().phases(setup)[0].rounds
+    5
+    """
 
     model: nn.Module
     structure: Structure
@@ -29,63 +47,119 @@ class Setup:
     rounds: int
     seed: int
 
+    @cached_property
+    def clients_by_id(self) -> Mapping[int, Client]:
+        """The clients by their numbers."""
+        return {client.id: client for client in self.clients}
+
+    @cached_property
+    def cached_results(self) -> dict[str, Any]:
+        """What functions that are ``cache_per_setup`` have found for this setup, by their names."""
+        return {}
+
+
+T = TypeVar("T")
+
+
+def cache_per_setup(function: Callable[[Setup], T]) -> Callable[[Setup], T]:
+    """Caches a function of a setup, on the setup itself: the result lives as long as it does."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def call(setup: Setup) -> T:
+        if name not in setup.cached_results:
+            setup.cached_results[name] = function(setup)
+        result: T = setup.cached_results[name]
+        return result
+
+    return call
+
 
 @dataclass(frozen=True)
 class Phase:
     """A stretch of rounds in which clients do the same kind of work.
 
-    ``fraction`` of the clients, or of those that it is ``among``, take part in each round. None is
-    the papers' tenth, but not fewer than the ten clients that this is of their hundred. A closing
-    phase finishes a model: it is run at the end, and on a copy whenever the model is
-    evaluated on the way.
+    Args:
+        name: How the method tells it from its other phases.
+        rounds: How many rounds it has.
+        fraction: The fraction of the clients, or of those in ``restrict_to``, that take part in
+            each round. None: a tenth as in the papers, but at least ten clients.
+        is_closing: Whether it finishes a model: it is run at the end, and on a copy whenever the
+            model is evaluated on the way.
+        restrict_to: The numbers of the clients that it is for; None: all.
+
+    >>> import fedquilt as fq
+    >>> fq.Phase("train", rounds=100, fraction=0.2).cohort_size(num_clients=50)
+    10
     """
 
     name: str
     rounds: int
     fraction: float | None
     is_closing: bool = False
-    among: tuple[int, ...] | None = None  # None: all
+    restrict_to: tuple[int, ...] | None = None  # None: all
 
     def cohort_size(self, num_clients: int) -> int:
         """How many clients take part in a round: at least one."""
         if self.fraction is None:
-            return min(num_clients, max(USUAL_COHORT, round(num_clients / 10)))
+            return min(num_clients, max(DEFAULT_COHORT, round(num_clients / 10)))
         return max(1, round(self.fraction * num_clients))
 
-    def able(self, clients: tuple[Client, ...]) -> list[Client]:
+    def eligible(self, clients: tuple[Client, ...]) -> list[Client]:
         """The clients that it is for."""
-        return [c for c in clients if self.among is None or c.id in self.among]
+        return [c for c in clients if self.restrict_to is None or c.id in self.restrict_to]
 
-    def needed(self, clients: tuple[Client, ...]) -> int:
+    def count_needed(self, clients: tuple[Client, ...]) -> int:
         """How many of the clients take part in a round."""
-        return self.cohort_size(len(self.able(clients)))
+        return self.cohort_size(len(self.eligible(clients)))
 
 
-def sample(
+def sample_cohort(
     clients: tuple[Client, ...],
     phase: Phase,
     seed: int,
-    spare: float = 0.0,
-    present: Collection[int] | None = None,
+    oversample: float = 0.0,
+    available: Collection[int] | None = None,
 ) -> list[Client]:
-    """A random cohort, in the order of the clients' numbers; ``spare``: and so many more.
+    """Draws a random cohort, in the order of the clients' numbers.
 
-    Who is not ``present`` is passed over, unless nobody is that the phase is for.
+    ``oversample`` is the fraction of clients that are asked beyond those needed. Clients that are
+    not ``available`` are passed over, unless none of those that the phase is for is available.
     """
-    able = phase.able(clients)
+    able = phase.eligible(clients)
     order = np.random.default_rng(seed).permutation(len(able)).tolist()
-    there = [i for i in order if present is None or able[i].id in present] or order
-    size = math.ceil(phase.needed(clients) * (1 + spare))
+    there = [i for i in order if available is None or able[i].id in available] or order
+    size = math.ceil(phase.count_needed(clients) * (1 + oversample))
     return [able[i] for i in sorted(there[:size])]
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Everything that survives from one round to the next."""
+    """Everything that survives from one round to the next.
+
+    Args:
+        round: The number of rounds that are done.
+        phase: The name of the method's phase.
+        params: The global tensors by name; one that belongs to a subnet alone is ``name@owner``.
+        method_state: What a method needs to remember, as JSON values.
+        server_tensors: Tensors that a method needs to remember and that are no part of a model,
+            such as the moments of a server optimizer.
+        chosen_subnets: The subnets that clients have chosen themselves, by client.
+
+    >>> import torch, fedquilt as fq
+    >>> from dataclasses import replace
+    >>> state = fq.State(round=0, phase="train", params={"weight": torch.zeros(3, 4)})
+    >>> replace(state, round=1, method_state={"best": 0.5}).method_state
+    {'best': 0.5}
+    """
 
     round: int
     phase: str
     params: Mapping[str, Tensor]  # global tensors; a subnet's own are called name@owner
-    memory: Mapping[str, Any] = field(default_factory=dict)  # a method's own, as JSON values
-    server: Mapping[str, Tensor] = field(default_factory=dict)  # a method's own, no part of a model
-    chosen: Mapping[int, Subnet] = field(default_factory=dict)  # by clients, each for itself
+    method_state: Mapping[str, Any] = field(default_factory=dict)  # a method's own, as JSON values
+    server_tensors: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # a method's own, no part of a model
+    chosen_subnets: Mapping[int, Subnet] = field(
+        default_factory=dict
+    )  # by clients, each for itself

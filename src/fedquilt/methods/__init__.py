@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fedquilt.federation.aggregation import SERVER_OPTIMIZERS
 from fedquilt.methods.adds import ADDS
 from fedquilt.methods.adversarial import fedavg_at, fedavg_oat
 from fedquilt.methods.apfl import APFL, FedPA, fed_uniform
@@ -44,8 +45,11 @@ METHODS: dict[str, Callable[..., Method]] = {
     "stc": STC,
 }
 
-# what a method by name may be, so that a run can store it as plain values
-METHOD_CLASSES: tuple[type, ...] = tuple({type(make()) for make in METHODS.values()})
+# what a method by name may be, and hold, so that a run can store it as plain values
+METHOD_CLASSES: tuple[type, ...] = (
+    *{type(make()) for make in METHODS.values()},
+    *SERVER_OPTIMIZERS.values(),
+)
 
 __all__ = [
     "ADDS",

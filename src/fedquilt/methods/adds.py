@@ -3,58 +3,83 @@
 Gong, Gao, Wu, Qin. "ADDS: Adaptive Differentiable Sampling for Robust Multi-Party Learning."
 
 Symbols of the paper -> names here: w -> state.params, θ_i, I_i -> what client i sends: the tensors
-of a subnet and the subnet, which is also state.chosen[i]; A = {α^k} -> the shares of each client,
-which it keeps; ε -> softness, λ -> strength.
+of a subnet and the subnet, which is also state.chosen_subnets[i]; A = {α^k} -> the shares of each
+client, which it keeps; ε -> softness, λ -> strength.
 
 What the paper leaves open, and what was chosen, is in docs/methods/adds.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 from torch import nn
 
 from fedquilt.errors import ConfigError
-from fedquilt.federation.client import PERSONAL, Client, Task, Update
-from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, alike, ignored_budgets, merged
+from fedquilt.federation.aggregation import Aggregate, AggregationPipeline, ServerUpdate, chain
+from fedquilt.federation.client import PERSONAL, Client, Task
+from fedquilt.federation.state import Setup, State, cache_per_setup
+from fedquilt.methods.affordability import describe_ignored_budgets
+from fedquilt.methods.base import BaseMethod, same_for_all
 from fedquilt.ranges import Fraction
-from fedquilt.structure.groups import TRACKED, Structure
+from fedquilt.structure.derive import restrict_structure
+from fedquilt.structure.structure import TRACKED, Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training import relevance
 from fedquilt.training.bilevel import Bilevel, Importance
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.gating import gateable
-from fedquilt.training.tracking import untracked
+from fedquilt.training.gating import find_gateable_groups
+from fedquilt.training.settings import LocalTraining
+from fedquilt.training.tracking import without_running_stats
 
 
 @dataclass(frozen=True)
-class ADDS(Rounds):
+class ADDS(BaseMethod):
     """Every client finds its own subnet of the whole net that it is sent.
 
-    ``share`` is where the shares of channels start, ``least`` how far they may fall, ``share_lr``
-    how fast. ``softness`` is that of the first round, and falls to ``sharpening`` of it in every
-    round. ``strength`` weighs the shares against the loss; None: each client by its own labels.
-    With ``persistent`` a client goes on from its own shares, else it starts anew in every round,
-    as Algorithm 1, line 11 has it. With ``by_examples`` clients count by the size of their data, as
-    in FedAvg, else alike, as in Eq. 19.
-    Batches are normalised by themselves in training: the subnets of a client differ from step to
-    step. At the end clients are asked for the statistics of the whole net, and keep those of the
-    subnet that they chose last.
-    ``importance`` is what channels are chosen by: ``"slimming"``, scales of normalisation and
-    activations, or ``"lrp"``, relevance (extra ``fedquilt[lrp]``).
+    ``keep_fraction`` is where the fractions of channels start, ``min_fraction`` how far they may
+    fall, ``keep_lr`` how fast. ``softness`` is that of the first round, and falls to ``sharpening``
+    of it in every round. ``strength`` weighs the fractions against the loss; None: by each client's
+    own labels. With ``persistent`` a client goes on from its own fractions, else it starts over in
+    every round, as Algorithm 1, line 11 has it. With ``by_examples`` clients count by the size of
+    their data, as in FedAvg, else alike, as in Eq. 19. Batches are normalized by themselves in
+    training: the subnets of a client differ from step to step. At the end clients are asked for the
+    statistics of the whole net, and keep those of the subnet that they chose last. ``importance``
+    is what channels are chosen by: ``"slimming"``, scales of normalization and activations, or
+    ``"lrp"``, relevance (extra ``fedquilt[lrp]``).
+
+    Args:
+        local_training: Settings of local training.
+        fraction: Fraction of the clients that take part in a round.
+        keep_fraction: Fraction of the channels that a client starts from.
+        keep_lr: Learning rate of the fractions.
+        min_fraction: Smallest fraction of channels.
+        softness: ε of the first round: how soft the choice of channels is.
+        sharpening: Factor of the softness from each round to the next.
+        strength: λ, the weight of the fractions against the loss; None: by the labels of each
+            client.
+        validation: Fraction of the training data that fractions are learned from.
+        persistent: Whether a client goes on from its own fractions.
+        by_examples: Whether clients count by their examples, as in FedAvg.
+        importance: What channels are chosen by: slimming or lrp.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> method = fq.ADDS(fraction=1.0, keep_fraction=0.5)
+    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> sorted(run.state.chosen_subnets)  # the clients that chose a subnet
+    [0, 1, 2, 3]
     """
 
-    optimiser: Optimiser = field(
-        default_factory=lambda: Optimiser(lr=0.05, epochs=3, batch_size=10, clip=None)
+    local_training: LocalTraining = field(
+        default_factory=lambda: LocalTraining(lr=0.05, epochs=3, batch_size=10, max_grad_norm=None)
     )
     fraction: Fraction = 0.3
-    share: float = 0.9
-    share_lr: float = 0.01
-    least: float = 0.1
+    keep_fraction: float = 0.9
+    keep_lr: float = 0.01
+    min_fraction: float = 0.1
     softness: float = 1.0
     sharpening: float = 0.98
     strength: float | None = None
@@ -66,10 +91,10 @@ class ADDS(Rounds):
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
         super().__post_init__()
-        if not 0 < self.least <= self.share <= 1:
+        if not 0 < self.min_fraction <= self.keep_fraction <= 1:
             raise ConfigError(
-                "shares start within [least, 1], and least is above 0, got share "
-                f"{self.share} and least {self.least}"
+                "keep_fraction is in [min_fraction, 1] and min_fraction is above 0, got "
+                f"keep_fraction {self.keep_fraction} and min_fraction {self.min_fraction}"
             )
         if not (self.softness > 0 and 0 < self.sharpening <= 1):
             raise ConfigError(
@@ -86,31 +111,33 @@ class ADDS(Rounds):
         """Those of nets that differ from step to step would mean nothing."""
         return False
 
-    def prepared(self, setup: Setup) -> Setup:
+    def prepare_model(self, setup: Setup) -> Setup:
         """The model as it is; refused if no channel can be sampled, or seen."""
-        if not _sampled(setup):
+        if not _find_sampled_groups(setup):
             raise ConfigError(
                 "no channels of this model can be sampled; ADDS needs linear layers or "
                 "convolutions between which channels can be left out"
             )
         if self.importance == "lrp":
-            model, structure = _as_trained(setup)
-            relevance.refuse(model, structure, _sampled(setup), setup.example)
+            model, structure = _build_trained_net(setup)
+            relevance.require_relevance(
+                model, structure, _find_sampled_groups(setup), setup.example
+            )
         return setup
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """Subnets are chosen within the whole net, which every client is sent and trains."""
-        return ignored_budgets(setup)
+        return describe_ignored_budgets(setup)
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Algorithm 1, line 3: the supernet for every client."""
         recipe = Bilevel(
-            self.optimiser,
-            lr=self.optimiser.rate(state.round, setup.rounds),
-            groups=_sampled(setup),
-            share=self.share,
-            share_lr=self.share_lr,
-            least=self.least,
+            self.local_training,
+            lr=self.local_training.lr_at(state.round, setup.rounds),
+            groups=_find_sampled_groups(setup),
+            keep_fraction=self.keep_fraction,
+            keep_lr=self.keep_lr,
+            min_fraction=self.min_fraction,
             softness=self.softness * self.sharpening**state.round,
             strength=self.strength,
             validation=self.validation,
@@ -118,28 +145,36 @@ class ADDS(Rounds):
             by_examples=self.by_examples,
             importance=self.importance,
         )
-        return alike(setup, state, cohort, recipe, self.to_train(Subnet()))
+        return same_for_all(setup, state, cohort, recipe, self.without_untracked(Subnet()))
 
-    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+    def training_aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:
         """Lines 5-7, Eq. 19: each cell is averaged over the clients that sent it."""
-        chosen = dict(state.chosen)
-
-        def noted() -> Iterator[Update]:
-            for update in updates:
-                own = update.subnets[0].shape.owning(PERSONAL, TRACKED)
-                chosen[update.client] = own.leaving(TRACKED)
-                yield update
-
-        return replace(merged(setup, state, noted()), chosen=chosen)
+        return chain(self.server_optimizer, RememberSubnets())
 
 
-@lru_cache(maxsize=16)
-def _sampled(setup: Setup) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class RememberSubnets(ServerUpdate):
+    """Notes the subnet that each client chose and sent, as that of its own net."""
+
+    moves_params = False
+    reveals_data = True
+
+    def apply(self, setup: Setup, state: State, aggregate: Aggregate) -> State:
+        """Replaces the subnets of the clients that took part."""
+        chosen = {
+            reply.client: reply.subnets[0].shape.with_private(PERSONAL, TRACKED).excluding(TRACKED)
+            for reply in aggregate.replies
+        }
+        return replace(state, chosen_subnets={**state.chosen_subnets, **chosen})
+
+
+@cache_per_setup
+def _find_sampled_groups(setup: Setup) -> tuple[str, ...]:
     """The groups whose channels are sampled."""
-    return gateable(*_as_trained(setup), setup.example)
+    return find_gateable_groups(*_build_trained_net(setup), setup.example)
 
 
-def _as_trained(setup: Setup) -> tuple[nn.Module, Structure]:
-    """The net that normalises every batch by itself."""
-    model = untracked(setup.model)
-    return model, setup.structure.among(model)
+def _build_trained_net(setup: Setup) -> tuple[nn.Module, Structure]:
+    """The net that normalizes every batch by itself."""
+    model = without_running_stats(setup.model)
+    return model, restrict_structure(setup.structure, model)

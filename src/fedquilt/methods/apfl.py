@@ -4,9 +4,9 @@ Luo, Chen, Li, Feng. "Architecture Personalization in Resource-constrained Feder
 NeurIPS 2021 workshop. Two parts, each of use alone: FedCS finds the architectures, FedPA trains
 them.
 
-Symbols of the paper -> names here: w -> state.params, θ_k or z_k -> state.chosen[k],
+Symbols of the paper -> names here: w -> state.params, θ_k or z_k -> state.chosen_subnets[k],
 B_k -> client.budget, T -> rounds of the warm-up, T' -> setup.rounds, M -> fraction, S -> nets,
-R -> ratio, E, γ -> optimiser.epochs, .lr.
+R -> ratio, E, γ -> local_training.epochs, .lr.
 
 What the paper leaves open, and what was chosen, is in docs/methods/apfl.md.
 """
@@ -14,42 +14,69 @@ What the paper leaves open, and what was chosen, is in docs/methods/apfl.md.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Literal
 
 from fedquilt.errors import BudgetError, ConfigError, UpdateError
-from fedquilt.federation.client import PERSONAL, Client, Task, Update, seed_of
-from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods.method import Rounds, affordable, initial, merged, unable
+from fedquilt.federation.aggregation import (
+    TAKE_MEAN,
+    Aggregate,
+    AggregationPipeline,
+    ServerOptimizer,
+    ServerUpdate,
+    Validator,
+    chain,
+)
+from fedquilt.federation.client import PERSONAL, Client, Task, Update, derive_seed
+from fedquilt.federation.state import Phase, Setup, State, cache_per_setup
+from fedquilt.methods.affordability import find_affordable_width, list_unable_clients
+from fedquilt.methods.base import BaseMethod, initial_state
 from fedquilt.ranges import Fraction
-from fedquilt.structure.budget import fit
-from fedquilt.structure.cost import Prices, cost
-from fedquilt.structure.groups import TRACKED, Structure
+from fedquilt.structure.budget import fit_budget
+from fedquilt.structure.cost import CostTable, compute_cost
+from fedquilt.structure.structure import TRACKED, Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import Optimiser
+from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.sandwich import Sandwich
 from fedquilt.training.search import Limits, Search
-from fedquilt.training.sgd import SGD
+from fedquilt.training.settings import LocalTraining
 
 HOME = (TRACKED,)  # Sec. 4.2: stay on the client
-OPTIMISER = Optimiser(lr=0.05, momentum=0.9, weight_decay=5e-4, epochs=1, batch_size=64, clip=None)
+LOCAL_TRAINING = LocalTraining(
+    lr=0.05, momentum=0.9, weight_decay=5e-4, epochs=1, batch_size=64, max_grad_norm=None
+)
 
 
 @dataclass(frozen=True)
-class FedPA(Rounds):
+class FedPA(BaseMethod):
     """Algorithm 3: clients train subnets of their own; each cell is averaged over its holders.
 
     ``subnets`` are the clients', in their order. Without them each has the widest uniform net that
     its budget allows, which is the paper's baseline FedUniform. Groups that ``whole`` names, by
     patterns, are cut in none (the paper: the inputs of the classifier). Statistics of batch
-    normalisation stay on the client. The global model has the channels that at least ``holders``
+    normalization stay on the client. The global model has the channels that at least ``holders``
     clients have; its own statistics are asked for at the end, as means over clients, unless
     ``query_statistics`` is false: then nothing leaves a client, and there is no global model.
+
+    Args:
+        local_training: Settings of local training.
+        fraction: Fraction of the clients that take part in a round.
+        whole: Patterns of layers that are never cut.
+        holders: Number of clients that must have a channel of the global model.
+        subnets: The subnet of each client; None: by its budget.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> method = fq.FedPA()
+    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> [record.bytes_sent for record in run.client_records[0]]  # clients train what they afford
+    [268, 268, 140, 140]
     """
 
-    optimiser: Optimiser = field(default_factory=lambda: OPTIMISER)
+    local_training: LocalTraining = field(default_factory=lambda: LOCAL_TRAINING)
     fraction: Fraction = 1.0
     whole: tuple[str, ...] = ()
     holders: int = 1
@@ -57,7 +84,7 @@ class FedPA(Rounds):
     is_personal = True
 
     @property
-    def home(self) -> tuple[str, ...]:
+    def local_params(self) -> tuple[str, ...]:
         """Statistics."""
         return HOME
 
@@ -70,7 +97,10 @@ class FedPA(Rounds):
             )
         given = self.subnets or tuple(self.uniform(setup, client) for client in setup.clients)
         pairs = zip(setup.clients, given, strict=True)
-        return replace(initial(setup), chosen={client.id: mine(s) for client, s in pairs})
+        return replace(
+            initial_state(setup),
+            chosen_subnets={client.id: with_private_statistics(s) for client, s in pairs},
+        )
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Line 3: w ⊙ z_m for every sampled client."""
@@ -78,50 +108,54 @@ class FedPA(Rounds):
 
     def _training(self, setup: Setup, state: State, client: Client, round: int) -> Task:
         """Lines 4-7: E' epochs of SGD on the client's own architecture."""
-        recipe = SGD(
-            self.optimiser,
-            lr=self.optimiser.rate(round, setup.rounds),
+        recipe = LocalSGD(
+            self.local_training,
+            lr=self.local_training.lr_at(round, setup.rounds),
             labels=client.labels,
-            home=self.home,
+            local_params=self.local_params,
             weight=client.num_examples,
         )
         subnet = self.architecture(setup, state, client)
-        seed = seed_of(setup.seed, state.round, client.id)
+        seed = derive_seed(setup.seed, state.round, client.id)
         return Task(client.id, (subnet,), state.params, recipe, seed)
 
     def architecture(self, setup: Setup, state: State, client: Client) -> Subnet:
         """A client's own net; that of FedUniform, if it has found none."""
-        return state.chosen.get(client.id) or mine(self.uniform(setup, client))
+        return state.chosen_subnets.get(client.id) or with_private_statistics(
+            self.uniform(setup, client)
+        )
 
     def uniform(self, setup: Setup, client: Client) -> Subnet:
         """The widest net of one width for all layers within the client's budget."""
-        fixed = uncut(setup.structure, self.whole)
+        fixed = without_width_groups(setup.structure, self.whole)
 
         def shaped(subnet: Subnet) -> Subnet:
             cut = tuple(pair for pair in subnet.kept if pair[0] not in fixed)
-            return replace(subnet, kept=cut).leaving(*self.home)
+            return replace(subnet, kept=cut).excluding(*self.local_params)
 
-        return fit(setup.model, setup.structure, client.budget, setup.example, shape=shaped)[1]
+        return fit_budget(setup.model, setup.structure, client.budget, setup.example, shape=shaped)[
+            1
+        ]
 
-    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
+    def ensemble(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """That part of the super-network, at a width, which some clients hold.
 
         Channels that no architecture has were never trained.
         """
-        free = setup.structure.cut_groups(uncut(setup.structure, self.whole))
+        free = setup.structure.cut_groups(without_width_groups(setup.structure, self.whole))
         subnet = setup.structure.subnet(dict.fromkeys(free, width))
-        if state.chosen:
-            holders = min(self.holders, len(state.chosen))
-            subnet = subnet.within(*state.chosen.values(), holders=holders)
+        if state.chosen_subnets:
+            holders = min(self.holders, len(state.chosen_subnets))
+            subnet = subnet.shared_by(*state.chosen_subnets.values(), holders=holders)
         return (subnet,)
 
 
-def mine(subnet: Subnet) -> Subnet:
+def with_private_statistics(subnet: Subnet) -> Subnet:
     """A client's architecture: what stays at home is that of this architecture alone."""
-    return subnet.shape.owning(PERSONAL, *HOME).leaving(*HOME)
+    return subnet.shape.with_private(PERSONAL, *HOME).excluding(*HOME)
 
 
-def uncut(structure: Structure, patterns: Sequence[str]) -> tuple[str, ...]:
+def without_width_groups(structure: Structure, patterns: Sequence[str]) -> tuple[str, ...]:
     """The width groups that patterns name."""
     for pattern in patterns:
         if not fnmatch.filter(structure.cut_groups(), pattern):
@@ -133,13 +167,37 @@ def uncut(structure: Structure, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def fed_uniform(
-    optimiser: Optimiser | None = None,
+    local_training: LocalTraining | None = None,
     fraction: float = 1.0,
     whole: tuple[str, ...] = (),
     holders: int = 1,
+    server_optimizer: ServerOptimizer = TAKE_MEAN,
 ) -> FedPA:
-    """FedUniform (Sec. 5.2): one width multiplier for each client, found by its budget."""
-    return FedPA(optimiser or OPTIMISER, fraction, whole, holders)
+    """FedUniform (Sec. 5.2): one width multiplier for each client, found by its budget.
+
+    Args:
+        local_training: Settings of local training; None: the defaults.
+        fraction: Fraction of the clients that take part in a round.
+        whole: Patterns of layers that are never cut.
+        holders: Number of clients that must have a channel of the global model.
+        server_optimizer: What the server makes of the mean; by default it takes the mean itself.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> method = fq.fed_uniform()
+    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> [record.bytes_sent for record in run.client_records[0]]  # clients train what they afford
+    [268, 268, 140, 140]
+    """
+    return FedPA(
+        local_training or LOCAL_TRAINING,
+        fraction,
+        whole,
+        holders,
+        server_optimizer=server_optimizer,
+    )
 
 
 @dataclass(frozen=True)
@@ -151,6 +209,27 @@ class APFL(FedPA):
     that can afford most, ``warm_up_by="richest"``, or the run is refused, ``"able"``. Training
     starts from the initial values, or with ``inherit`` from those of the warm-up. No layer gets
     narrower than ``smallest`` of it: by default 0.25, or the narrowest width that is a budget.
+
+    Args:
+        warm_up: Fraction of the rounds that warm up the supernet.
+        warm_up_by: Who warms up if no client can afford the whole net: richest, those that afford
+            most; able: none, and the run stops with an error.
+        nets: Nets of each step of the warm-up.
+        by_group: Whether the search cuts whole width groups.
+        smallest: Smallest width of a layer; None: 0.25, or the narrowest width that is a budget.
+        ratio: Fraction of a layer that one step of the search cuts.
+        search_examples: Examples that the search is measured on.
+        lazy: Whether the search asks again only layers that may have changed.
+        inherit: Whether clients go on from the weights of the warm-up.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> method = fq.APFL(nets=2)
+    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> sorted(run.state.chosen_subnets)  # the clients that chose a subnet
+    [0, 1, 2, 3]
     """
 
     subnets: None = None
@@ -180,20 +259,22 @@ class APFL(FedPA):
 
     def phases(self, setup: Setup) -> tuple[Phase, ...]:
         """Figure 2."""
-        able = _able(setup) or (_richest(setup) if self.warm_up_by == "richest" else ())
+        able = _list_able_clients(setup) or (
+            _list_richest_clients(setup) if self.warm_up_by == "richest" else ()
+        )
         return (
-            Phase("warm-up", self._rounds_before(setup) - 1, self.fraction, among=able),
+            Phase("warm-up", self._rounds_before(setup) - 1, self.fraction, restrict_to=able),
             Phase("search", 1, 1.0),
             Phase("train", setup.rounds, self.fraction),
-            *self.closing(setup),
+            *self.closing_phases(setup),
         )
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """Everybody searches in the whole net, and the richest train it first."""
-        poor = {client.id for client in unable(setup, 1.0, Subnet())}
+        poor = {client.id for client in list_unable_clients(setup, 1.0, Subnet())}
         if not poor:
             return None
-        trainers = poor & set(self.phases(setup)[0].among or ())
+        trainers = poor & set(self.phases(setup)[0].restrict_to or ())
         first = f", {len(trainers)} of them train it in the warm-up" if trainers else ""
         return (
             f"exceeds budgets: {len(poor)} of {len(setup.clients)} clients search the whole net "
@@ -207,17 +288,15 @@ class APFL(FedPA):
     def _smallest(self, setup: Setup) -> float:
         return self.smallest or min(0.25, *(client.budget.width for client in setup.clients))
 
-    def prepared(self, setup: Setup) -> Setup:
+    def prepare_model(self, setup: Setup) -> Setup:
         """The user's model as it is; budgets that no architecture meets are refused."""
         limited = [client for client in setup.clients if not client.budget.is_width_alone]
-        if limited:
-            prices = _prices(setup)
         for client in limited:
             try:
-                Limits.of(self._search(setup, client), prices, setup.structure)
+                self.limits(setup, client)
             except BudgetError as problem:
                 raise BudgetError(f"client {client.id}: {problem}") from problem
-        if self.warm_up_by == "able" and not _able(setup):
+        if self.warm_up_by == "able" and not _list_able_clients(setup):
             raise BudgetError(
                 "no client can afford the whole net, which the warm-up trains; let those that can "
                 "afford most go beyond their budget for it, with warm_up_by = 'richest'"
@@ -226,7 +305,7 @@ class APFL(FedPA):
 
     def start(self, setup: Setup) -> State:
         """Algorithm 1: w⁰; nobody has an architecture yet."""
-        return initial(setup)
+        return initial_state(setup)
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Lines 3-5 and 12 of Algorithm 1, and line 3 of Algorithm 3."""
@@ -236,12 +315,12 @@ class APFL(FedPA):
         return [
             Task(
                 client.id,
-                (Subnet().leaving(*self.home),),
+                (Subnet().excluding(*self.local_params),),
                 state.params,
                 self._sandwich(setup, state, client)
                 if state.phase == "warm-up"
                 else self._search(setup, client),
-                seed_of(setup.seed, state.round, client.id),
+                derive_seed(setup.seed, state.round, client.id),
             )
             for client in cohort
         ]
@@ -249,14 +328,18 @@ class APFL(FedPA):
     def _sandwich(self, setup: Setup, state: State, client: Client) -> Sandwich:
         """Algorithm 2: TrainingUSNet."""
         return Sandwich(
-            self.optimiser,
-            lr=self.optimiser.rate(state.round, self._rounds_before(setup)),
+            self.local_training,
+            lr=self.local_training.lr_at(state.round, self._rounds_before(setup)),
             nets=self.nets,
             smallest=self._smallest(setup),
             by_group=self.by_group,
-            whole=uncut(setup.structure, self.whole),
+            whole=without_width_groups(setup.structure, self.whole),
             weight=client.num_examples,
         )
+
+    def limits(self, setup: Setup, client: Client) -> Limits:
+        """What architectures of a client have to keep to; a BudgetError if none does."""
+        return Limits.of(self._search(setup, client), _build_cost_table(setup), setup.structure)
 
     def _search(self, setup: Setup, client: Client) -> Search:
         """Lines 14-21: local channel pruning."""
@@ -264,58 +347,79 @@ class APFL(FedPA):
             client.budget,
             ratio=self.ratio,
             smallest=self._smallest(setup),
-            whole=uncut(setup.structure, self.whole),
-            home=self.home,
+            whole=without_width_groups(setup.structure, self.whole),
+            local_params=self.local_params,
             examples=self.search_examples,
             lazy=self.lazy,
         )
 
-    def opened(self, setup: Setup, state: State, update: Update) -> Update:
-        """The update as it is; an architecture beyond its client's budget is refused."""
-        client = next((c for c in setup.clients if c.id == update.client), None)
-        if state.phase == "search" and client is not None and update.subnets:
-            limits = Limits.of(self._search(setup, client), _prices(setup), setup.structure)
-            if not limits.are_met(update.subnets[0].shape):
-                raise UpdateError(
-                    f"client {client.id} sent an architecture beyond its {client.budget}: it costs "
-                    f"{_prices(setup)(update.subnets[0].shape)}"
-                )
-        return update
-
-    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
-        """Line 9: the mean, weighted by data. After the search: who has which architecture.
-
-        A client whose search has failed has the uniform net of its budget.
-        """
-        if state.phase != "search":
-            return merged(setup, state, updates)
-        found = {update.client: mine(update.subnets[0]) for update in updates}
-        state = replace(state, chosen={**state.chosen, **found})
-        return replace(
-            state,
-            params=state.params if self.inherit else initial(setup).params,
-            chosen={c.id: self.architecture(setup, state, c) for c in setup.clients},
-        )
+    def training_aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:
+        """Line 9: the mean, weighted by data. After the search: who has which architecture."""
+        if phase != "search":
+            return super().training_aggregation(setup, phase)
+        return chain(WithinBudget(self), AssignArchitectures(self))
 
 
-@lru_cache(maxsize=16)
-def _prices(setup: Setup) -> Prices:
+@dataclass(frozen=True)
+class WithinBudget(Validator):
+    """Refuses an architecture beyond its client's budget."""
+
+    method: APFL
+
+    def validate(self, setup: Setup, state: State, update: Update) -> None:
+        """Prices the architecture that a client has found."""
+        client = setup.clients_by_id.get(update.client)
+        if client is None or not update.subnets:
+            return
+        architecture, prices = update.subnets[0].shape, _build_cost_table(setup)
+        if not self.method.limits(setup, client).are_met(architecture):
+            raise UpdateError(
+                f"client {client.id} sent an architecture beyond its {client.budget}: it costs "
+                f"{prices(architecture)}"
+            )
+
+
+@dataclass(frozen=True)
+class AssignArchitectures(ServerUpdate):
+    """Gives every client the architecture that it found, or the uniform one of its budget.
+
+    Training starts from the initial values, and without moments, unless the method inherits those
+    of the warm-up.
+    """
+
+    method: APFL
+    reveals_data = True
+
+    def apply(self, setup: Setup, state: State, aggregate: Aggregate) -> State:
+        """Notes the architectures of all clients."""
+        method = self.method
+        replies = {r.client: with_private_statistics(r.subnets[0]) for r in aggregate.replies}
+        state = replace(state, chosen_subnets={**state.chosen_subnets, **replies})
+        chosen = {c.id: method.architecture(setup, state, c) for c in setup.clients}
+        state = replace(state, chosen_subnets=chosen)
+        if method.inherit:
+            return state
+        return replace(state, params=initial_state(setup).params, server_tensors={})
+
+
+@cache_per_setup
+def _build_cost_table(setup: Setup) -> CostTable:
     """What architectures cost; statistics do not travel."""
-    return Prices(setup.model, setup.structure, setup.example, home=HOME)
+    return CostTable(setup.model, setup.structure, setup.example, local_params=HOME)
 
 
-@lru_cache(maxsize=16)
-def _able(setup: Setup) -> tuple[int, ...]:
+@cache_per_setup
+def _list_able_clients(setup: Setup) -> tuple[int, ...]:
     """Clients that can afford the whole net."""
-    whole = cost(setup.model, setup.structure, Subnet(), setup.example)
+    whole = compute_cost(setup.model, setup.structure, Subnet(), setup.example)
     return tuple(c.id for c in setup.clients if c.budget.width >= 1 and c.budget.allows(whole))
 
 
-@lru_cache(maxsize=16)
-def _richest(setup: Setup) -> tuple[int, ...]:
+@cache_per_setup
+def _list_richest_clients(setup: Setup) -> tuple[int, ...]:
     """Clients that can afford the widest uniform net of all."""
     widths = {budget: 0.0 for budget in {c.budget for c in setup.clients}}
     for client in setup.clients:
-        widths[client.budget] = widths[client.budget] or affordable(setup, client)
+        widths[client.budget] = widths[client.budget] or find_affordable_width(setup, client)
     most = max(widths.values())
     return tuple(c.id for c in setup.clients if widths[c.budget] == most)

@@ -8,37 +8,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fedquilt.federation.client import EVERYONE, Client, Task, seed_of
+from fedquilt.federation.client import EVERYONE, Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, ignored_budgets
+from fedquilt.methods.affordability import describe_ignored_budgets
+from fedquilt.methods.base import BaseMethod
 from fedquilt.ranges import Fraction
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.sgd import SGD
+from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.settings import LocalTraining
 
 
 @dataclass(frozen=True)
-class Centralised(Rounds):
+class Centralised(BaseMethod):
     """The whole net, trained in every round on the training data of all clients, as one set.
 
     ``fraction`` means nothing here: whoever is sampled, all data are at the server. With one
     client it is FedAvg.
+
+    Args:
+        local_training: Settings of training.
+        fraction: Not used: there is one client.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> method = fq.Centralised()
+    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> len(run.client_records[0])  # the server trains on all data
+    1
     """
 
-    optimiser: Optimiser = field(default_factory=lambda: Optimiser(epochs=1, clip=None))
+    local_training: LocalTraining = field(
+        default_factory=lambda: LocalTraining(epochs=1, max_grad_norm=None)
+    )
     fraction: Fraction = 1.0
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """The whole net is trained, whatever clients can afford."""
-        return ignored_budgets(setup)
+        return describe_ignored_budgets(setup)
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """One task, whatever the cohort."""
         labels = {label for client in setup.clients for label in client.labels}
-        recipe = SGD(
-            self.optimiser,
-            lr=self.optimiser.rate(state.round, setup.rounds),
+        recipe = LocalSGD(
+            self.local_training,
+            lr=self.local_training.lr_at(state.round, setup.rounds),
             labels=tuple(sorted(labels)),
         )
-        seed = seed_of(setup.seed, state.round, 0)  # as that of FedAvg's only client
+        seed = derive_seed(setup.seed, state.round, 0)  # as that of FedAvg's only client
         return [Task(EVERYONE, (Subnet(),), state.params, recipe, seed)]

@@ -11,53 +11,70 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from fedquilt.errors import ConfigError
-from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.aggregation import Aggregate, AggregationPipeline, ServerUpdate, chain
+from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, merged, within
+from fedquilt.methods.affordability import filter_affordable
+from fedquilt.methods.base import BaseMethod
 from fedquilt.ranges import Fraction
-from fedquilt.structure.budget import times
+from fedquilt.structure.budget import count_multiples
+from fedquilt.structure.derive import make_uncut_structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.dynamic import (
-    Dynamic,
-    counted,
-    drifted,
-    learned,
-    server_model,
-    shares_of,
+from fedquilt.training.exits import ExitLosses, MultiExit, find_natural_exits
+from fedquilt.training.feddyn import (
+    FedDynTraining,
+    compute_server_model,
+    compute_trained_fractions,
+    trainable_weights,
+    update_drift,
 )
-from fedquilt.training.exits import ExitLosses, MultiExit, natural_exits
-from fedquilt.training.sgd import SGD
+from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.settings import LocalTraining
 
 
 @dataclass(frozen=True)
-class DepthFL(Rounds):
+class DepthFL(BaseMethod):
     """Nested depths, the losses of all exits summed, exits that learn from each other.
 
-    ``at`` names the modules that exits are behind; by default the stages of the net but the last.
+    ``exit_modules`` names the modules that exits are behind; by default the stages of the net but
+    the last.
     ``distil`` is mutual self-distillation, with a weight that grows for ``ramp_rounds``. With
     ``only_last`` a client trains its last exit alone (InclusiveFL), so nothing is distilled.
-    ``feddyn`` is α of dynamic regularization; 0 is plain averaging.
+    ``feddyn_alpha`` is α of dynamic regularization; 0 is plain averaging.
+
+    Args:
+        local_training: Settings of local training.
+        fraction: Fraction of the clients that take part in a round.
+        exit_modules: Modules behind which there is an exit; None: all stages but the last.
+        distil: Whether the exits learn from each other.
+        ramp_rounds: Rounds over which that loss grows to its full weight.
+        only_last: Whether a client trains its last exit alone, as InclusiveFL does.
+        feddyn_alpha: α of FedDyn; 0: without it.
     """
 
-    optimiser: Optimiser = field(
-        default_factory=lambda: Optimiser(
-            lr=0.1, falling=0.998, momentum=0.0, weight_decay=1e-3, batch_size=50, clip=None
+    local_training: LocalTraining = field(
+        default_factory=lambda: LocalTraining(
+            lr=0.1,
+            round_decay=0.998,
+            momentum=0.0,
+            weight_decay=1e-3,
+            batch_size=50,
+            max_grad_norm=None,
         )
     )
     fraction: Fraction | None = None
-    at: tuple[str, ...] | None = None
+    exit_modules: tuple[str, ...] | None = None
     distil: bool = True
     ramp_rounds: int = 300
     only_last: bool = False
-    feddyn: float = 0.0
+    feddyn_alpha: float = 0.0
     size_kind = "exits"
 
     def __post_init__(self) -> None:
@@ -65,28 +82,33 @@ class DepthFL(Rounds):
         super().__post_init__()
         if self.ramp_rounds < 0:
             raise ConfigError(f"ramp_rounds is a number of rounds, got {self.ramp_rounds}")
-        if not 0 <= self.feddyn < math.inf:
-            raise ConfigError(f"feddyn is α of FedDyn, such as 0.1, or 0, got {self.feddyn}")
+        if not 0 <= self.feddyn_alpha < math.inf:
+            raise ConfigError(
+                f"feddyn_alpha is α of FedDyn, such as 0.1, or 0, got {self.feddyn_alpha}"
+            )
 
-    def usual_budgets(self, model: nn.Module) -> tuple[float, ...]:
+        if self.feddyn_alpha:
+            self.refuse_server_optimizer("FedDyn has a server's step of its own")
+
+    def default_budgets(self, model: nn.Module) -> tuple[float, ...]:
         """As many clients of each depth, as in the paper."""
         return depths(len(self._places(model)) + 1)
 
     def _places(self, model: nn.Module) -> tuple[str, ...]:
         """The modules that exits are behind."""
-        return natural_exits(model) if self.at is None else self.at
+        return find_natural_exits(model) if self.exit_modules is None else self.exit_modules
 
-    def prepared(self, setup: Setup) -> Setup:
+    def prepare_model(self, setup: Setup) -> Setup:
         """The user's model with exits; an exit is what may be skipped, and no width is cut."""
         net = copy.deepcopy(setup.model)
         at = self._places(net)
         with torch.random.fork_rng(devices=[]):  # its heads are the same if it is resumed
-            torch.default_generator.manual_seed(seed_of(setup.seed, 0, 0, 1))
+            torch.default_generator.manual_seed(derive_seed(setup.seed, 0, 0, 1))
             model = MultiExit(net, at, setup.example)
-        structure = replace(setup.structure.uncut(model), blocks=model.blocks())
+        structure = replace(make_uncut_structure(model, setup.structure), blocks=model.blocks())
         deep = replace(setup, model=model, structure=structure)
         for client in deep.clients:
-            self.trained(deep, client)  # refuses whoever cannot afford one exit
+            self.trained_subnet(deep, client)  # refuses whoever cannot afford one exit
         return deep
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
@@ -95,27 +117,27 @@ class DepthFL(Rounds):
         return [
             Task(
                 client.id,
-                (self.trained(setup, client),),
+                (self.trained_subnet(setup, client),),
                 params,
                 recipe,
-                seed_of(setup.seed, state.round, client.id),
+                derive_seed(setup.seed, state.round, client.id),
             )
             for client in cohort
         ]
 
-    def _recipe(self, setup: Setup, round: int) -> SGD | Dynamic:
-        distil = self.consistency(round) if self.distil else 0.0
-        sgd = SGD(
-            self.optimiser,
-            lr=self.optimiser.rate(round, setup.rounds),
+    def _recipe(self, setup: Setup, round: int) -> LocalSGD | FedDynTraining:
+        distil = self.consistency_weight(round) if self.distil else 0.0
+        sgd = LocalSGD(
+            self.local_training,
+            lr=self.local_training.lr_at(round, setup.rounds),
             objective=ExitLosses(distil, self.only_last),
         )
-        return Dynamic(sgd, self.feddyn) if self.feddyn else sgd
+        return FedDynTraining(sgd, self.feddyn_alpha) if self.feddyn_alpha else sgd
 
-    def consistency(self, round: int) -> float:
+    def consistency_weight(self, round: int) -> float:
         """The weight of self-distillation: exp(−5 (1 − min(r, R)/R)²) in round r of R.
 
-        >>> [round(DepthFL().consistency(r), 4) for r in (0, 150, 300, 900)]
+        >>> [round(DepthFL().consistency_weight(r), 4) for r in (0, 150, 300, 900)]
         [0.0067, 0.2865, 1.0, 1.0]
         """
         left = 1 - min(round, self.ramp_rounds) / self.ramp_rounds if self.ramp_rounds else 0.0
@@ -123,34 +145,31 @@ class DepthFL(Rounds):
 
     def _sent(self, state: State) -> Mapping[str, Tensor]:
         return (
-            server_model(state.params, state.server, self.feddyn) if self.feddyn else state.params
+            compute_server_model(state.params, state.server_tensors, self.feddyn_alpha)
+            if self.feddyn_alpha
+            else state.params
         )
 
-    def trained(self, setup: Setup, client: Client) -> Subnet:
+    def trained_subnet(self, setup: Setup, client: Client) -> Subnet:
         """The deepest local model that a client can afford, without heads that rest."""
         sizes = {size: self.subnet(setup, size) for size in self.sizes(setup)}
-        subnet = sizes[max(within(setup, client, sizes))]
+        subnet = sizes[max(filter_affordable(setup, client, sizes))]
         depth = len(sizes) - len(subnet.skipped)
         untrained = range(1, depth) if self.only_last else ()
-        return subnet.leaving(*(f"heads.exit{number}.*" for number in untrained))
+        return subnet.excluding(*(f"heads.exit{number}.*" for number in untrained))
 
-    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
+    def training_aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:
         """Each tensor is averaged over the clients that hold it, each counting once."""
-        trained: Counter[Subnet] = Counter()
-        after = merged(setup, state, counted(updates, trained))
-        if not self.feddyn:
-            return after
-        held = Counter(self.trained(setup, client) for client in setup.clients)
-        shares = shares_of(learned(setup.model), setup.structure, trained, held)
-        start = self._sent(state)
-        drift = drifted(state.server, start, after.params, shares, self.feddyn)
-        return replace(after, server=drift)
+        if not self.feddyn_alpha:
+            return super().training_aggregation(setup, phase)
+        held = Counter(self.trained_subnet(setup, client) for client in setup.clients)
+        return chain(FedDynUpdate(self.feddyn_alpha, tuple(held.items())))
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """Depths as fractions of the number of exits, the whole first."""
         return depths(len(setup.structure.blocks) + 1)
 
-    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
+    def ensemble(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """One subnet, which answers with the mean of its exits."""
         return (self.subnet(setup, width),)
 
@@ -158,13 +177,37 @@ class DepthFL(Rounds):
         """The first exits, as many as go into a fraction of the model."""
         exits = tuple(setup.structure.blocks)  # the last one first
         count = len(exits) + 1
-        depth = min(count, times(size, 1 / count))
+        depth = min(count, count_multiples(size, 1 / count))
         if depth < 1:
             raise ConfigError(
                 f"the smallest model has one of {count} exits, {1 / count:g} of the whole, got "
                 f"{size:g}"
             )
-        return Subnet().skipping(*exits[: count - depth])
+        return Subnet().without_blocks(*exits[: count - depth])
+
+
+@dataclass(frozen=True)
+class FedDynUpdate(ServerUpdate):
+    """FedDyn's server: the mean is kept as it is, and h, which clients start from, is corrected.
+
+    Args:
+        alpha: α of FedDyn.
+        held: The subnets of all registered clients, and how many clients have each.
+    """
+
+    alpha: float
+    held: tuple[tuple[Subnet, int], ...]
+    keeps_aggregate = True
+
+    def apply(self, setup: Setup, state: State, aggregate: Aggregate) -> State:
+        """h <- h − α (1/m) Σ_k (θ_k − θ), tensor by tensor, over the clients that hold it."""
+        trained = Counter(subnet for reply in aggregate.replies for subnet in reply.subnets)
+        shares = compute_trained_fractions(
+            trainable_weights(setup.model), setup.structure, trained, dict(self.held)
+        )
+        start = compute_server_model(state.params, state.server_tensors, self.alpha)
+        drift = update_drift(state.server_tensors, start, aggregate.params, shares, self.alpha)
+        return replace(state, params=aggregate.params, server_tensors=drift)
 
 
 def depths(count: int) -> tuple[float, ...]:

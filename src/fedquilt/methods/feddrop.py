@@ -13,32 +13,52 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from fedquilt.federation.client import Client, Task, seed_of
+from fedquilt.federation.aggregation import AggregationPipeline, LabelAwareMean, Mean, chain
+from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, affordable, refuse_no_widths, sizes_within_budget
+from fedquilt.methods.affordability import find_affordable_width, validate_widths
+from fedquilt.methods.base import BaseMethod
 from fedquilt.ranges import Fraction
-from fedquilt.structure.groups import Group, leading
+from fedquilt.structure.groups import Group, count_leading
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.sgd import SGD
+from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.settings import LocalTraining
 
 
 @dataclass(frozen=True)
-class FedDrop(Rounds):
-    """The share ``width`` of the channels of every layer, drawn anew in every round.
+class FedDrop(BaseMethod):
+    """A fraction ``width`` of the channels of every layer, drawn in every round.
 
-    All clients of a round train the same channels, or with ``each`` every one its own. A client
-    that cannot afford so many trains as many as it can: the first in the order that was drawn, so
-    that parts of one draw are nested. Batches are normalised by themselves in training: channels
-    meet others in every round, and the whole net only in the end, when its statistics are asked
-    for. With ``scaler`` outputs are divided by the share of channels that is kept, as dropout does,
-    so that sums are as large in the whole net.
+    All clients of a round train the same channels, or with ``per_client`` every one its own. A
+    client that cannot afford them trains as many as it can: the first in the order that was
+    drawn, so that parts of one draw are nested. Batches are normalized by themselves in training:
+    channels meet others in every round, and the whole net only in the end, when its statistics are
+    asked for. With ``scaler`` outputs are divided by the share of channels that is kept, as dropout
+    does, so that sums are as large in the whole net.
+
+    Args:
+        local_training: Settings of local training.
+        fraction: Fraction of the clients that take part in a round.
+        width: Fraction of the channels that clients train, as far as they can afford it.
+        per_client: Whether every client draws its own channels.
+        scaler: Whether activations are scaled by the inverse width in training.
+        masked: Whether the loss leaves out classes that a client does not have.
+        own_rows: Whether a client moves only the output rows of its own classes.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> method = fq.FedDrop(width=0.5, per_client=True)
+    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> [record.bytes_sent for record in run.client_records[0]]  # half of the channels
+    [140, 140, 140, 140]
     """
 
-    optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
+    local_training: LocalTraining = field(default_factory=lambda: LocalTraining(max_grad_norm=None))
     fraction: Fraction | None = None
     width: float = 0.75
-    each: bool = False
+    per_client: bool = False
     scaler: bool = True
     masked: bool = False
     own_rows: bool = False
@@ -46,7 +66,7 @@ class FedDrop(Rounds):
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
         super().__post_init__()
-        refuse_no_widths((self.width,))
+        validate_widths((self.width,))
 
     @property
     def tracks_statistics(self) -> bool:
@@ -58,40 +78,44 @@ class FedDrop(Rounds):
         """As dropout does."""
         return self.scaler
 
-    def asked_of(self, setup: Setup, client: Client, sizes: tuple[float, ...]) -> tuple[float, ...]:
-        """The whole net, if a client can afford it."""
-        return sizes_within_budget(setup, client, sizes)
+    queries_within_budgets = True  # the whole net is asked of those that can afford it
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """A part for every client; weighted by examples."""
         return [
             Task(
                 client.id,
-                (self.to_train(self.part(setup, state.round, client)),),
+                (self.without_untracked(self.draw_subnet(setup, state.round, client)),),
                 state.params,
-                SGD(
-                    self.optimiser,
-                    lr=self.optimiser.rate(state.round, setup.rounds),
+                LocalSGD(
+                    self.local_training,
+                    lr=self.local_training.lr_at(state.round, setup.rounds),
                     labels=client.labels,
                     masked=self.masked,
                     own_rows=self.own_rows,
                     scale=self.scaler,
                     weight=client.num_examples,
                 ),
-                seed_of(setup.seed, state.round, client.id),
+                derive_seed(setup.seed, state.round, client.id),
             )
             for client in cohort
         ]
 
-    def part(self, setup: Setup, round: int, client: Client) -> Subnet:
+    def training_aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:
+        """Each cell is averaged over the clients that hold it, by their examples."""
+        return chain(LabelAwareMean() if self.own_rows else Mean(), self.server_optimizer)
+
+    def draw_subnet(self, setup: Setup, round: int, client: Client) -> Subnet:
         """The channels that a client trains in a round: the first, in the order of the round."""
-        width = min(self.width, affordable(setup, client))
+        width = min(self.width, find_affordable_width(setup, client))
         groups = (setup.structure.groups[name] for name in setup.structure.cut_groups())
-        return Subnet.of(
+        return Subnet.from_channels(
             {
-                group.name: self.order(setup, round, client, group)[: leading(group.size, width)]
+                group.name: self.order(setup, round, client, group)[
+                    : count_leading(group.size, width)
+                ]
                 for group in groups
-                if leading(group.size, width) < group.size
+                if count_leading(group.size, width) < group.size
             }
         )
 
@@ -99,7 +123,7 @@ class FedDrop(Rounds):
         self, setup: Setup, round: int, client: Client, group: Group
     ) -> npt.NDArray[np.int64]:
         """The channels of a group in the order in which they are taken."""
-        whose = (client.id,) if self.each else ()
+        whose = (client.id,) if self.per_client else ()
         number = setup.structure.cut_groups().index(group.name)
-        draw = np.random.default_rng(seed_of(setup.seed, round, number, 2, *whose))
+        draw = np.random.default_rng(derive_seed(setup.seed, round, number, 2, *whose))
         return draw.permutation(group.size)

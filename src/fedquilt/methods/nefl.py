@@ -1,19 +1,19 @@
-"""NeFL: submodels nested in width and in depth, with normalisation and steps of their own.
+"""NeFL: submodels nested in width and in depth, with normalization and steps of their own.
 
 Kang, Cha, Shin, Lee, Kang. "NeFL: Nested Federated Learning for Heterogeneous Clients." 2023.
 
 Symbols of the paper -> names here: F_k -> submodels[γ_k], θ_c -> state.params, θ_ic,k -> the
 tensors that submodel k owns (``name@γ_k``), s_j -> the step of a block, M -> clients,
-E -> optimiser.epochs, N_s -> len(sizes).
+E -> local_training.epochs, N_s -> len(sizes). Algorithm 2 is the default aggregation: NeFedAvg for
+what is shared, FedAvg for each submodel's own.
 
 What the paper leaves open, and where we differ from the public code, is in docs/methods/nefl.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -21,19 +21,21 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.errors import ConfigError
-from fedquilt.federation.client import Client, Task, Update, seed_of
+from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods import submodels
-from fedquilt.methods.method import Rounds, initial, merged, within
+from fedquilt.methods import nefl_tables, submodels
+from fedquilt.methods.affordability import filter_affordable
+from fedquilt.methods.base import BaseMethod, initial_state
 from fedquilt.ranges import Fraction
-from fedquilt.structure.groups import NORMS, STEPS, Structure
+from fedquilt.structure.derive import add_block_steps
+from fedquilt.structure.structure import NORMS, STEPS, Structure, cache_per_structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.sgd import SGD
+from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.settings import LocalTraining
 
 
 @dataclass(frozen=True)
-class NeFL(Rounds):
+class NeFL(BaseMethod):
     """Submodels of several sizes; what they share is averaged, the rest is each one's own.
 
     ``scaling`` makes the submodels of the ``gammas`` (fractions of the parameters): ``W`` by width,
@@ -42,13 +44,38 @@ class NeFL(Rounds):
     paper's where those are physical limits. ``table`` takes submodels from the paper's tables.
     ``steps`` are ``learned``, ``constant`` (the paper's N/L) or there are ``none``; they start at
     1, or with ``step_start="ode"`` (D_O) grow by the number of blocks skipped right behind.
-    ``own`` names the inconsistent tensors. With ``assignment="dynamic"`` a client trains, in each
-    round, a submodel drawn from ``reach`` tiers below its own to as many above.
+    ``private_params`` names the inconsistent tensors. With ``assignment="dynamic"`` a client
+    trains, in each round, a submodel drawn from ``tier_range`` tiers below its own to as many
+    above.
+
+    Args:
+        local_training: Settings of local training.
+        fraction: Fraction of the clients that take part in a round.
+        scaling: How submodels get smaller: W by width, D by depth, WD by both, prefix by the last
+            blocks.
+        gammas: Sizes as fractions of the parameters; None: the budgets, or those of the paper.
+        tolerance: How far the parameters of a submodel may be off its size.
+        table: Name of a table of the paper that the submodels are taken from; None: they are
+            searched.
+        steps: Step sizes of the blocks: learned, constant or none.
+        step_start: Where step sizes start: one, or ode for larger ones before skipped blocks.
+        private_params: Patterns of tensors that each submodel has for itself.
+        assignment: dynamic: a submodel near its own is drawn for a client; fixed: its own.
+        tier_range: How many tiers below and above its own are drawn from.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> method = fq.NeFL(scaling="W", tolerance=0.05)
+    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> [score.params for score in run.scores]  # the whole net, and half of it
+    [67, 35]
     """
 
-    optimiser: Optimiser = field(
-        default_factory=lambda: Optimiser(
-            lr=0.1, momentum=0.0, weight_decay=0.0, epochs=5, batch_size=32, clip=None
+    local_training: LocalTraining = field(
+        default_factory=lambda: LocalTraining(
+            lr=0.1, momentum=0.0, weight_decay=0.0, epochs=5, batch_size=32, max_grad_norm=None
         )
     )
     fraction: Fraction | None = None
@@ -58,29 +85,33 @@ class NeFL(Rounds):
     table: str | None = None
     steps: Literal["learned", "constant", "none"] = "learned"
     step_start: Literal["one", "ode"] = "one"
-    own: tuple[str, ...] = (NORMS, STEPS)
+    private_params: tuple[str, ...] = (NORMS, STEPS)
     assignment: Literal["dynamic", "fixed"] = "dynamic"
-    reach: int = 2
+    tier_range: int = 2
     size_kind = "parameters"
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
         super().__post_init__()
-        if self.reach < 0:
-            raise ConfigError(f"reach counts tiers, so it is 0 or more, got {self.reach}")
+        if self.tier_range < 0:
+            raise ConfigError(f"tier_range counts tiers, so it is 0 or more, got {self.tier_range}")
         if self.step_start == "ode" and self.steps == "none":
             raise ConfigError("step_start 'ode' needs steps; let them be learned or constant")
 
-    def usual_budgets(self, model: nn.Module) -> tuple[float, ...]:
+    def default_budgets(self, model: nn.Module) -> tuple[float, ...]:
         """The paper's five tiers, or the sizes that the settings name."""
         if self.table is not None:
-            rows = submodels.table(self.table, self.scaling)
+            rows = nefl_tables.get_table(self.table, self.scaling)
             return tuple(sorted((row.size for row in rows), reverse=True))
-        return tuple(sorted(self.gammas or submodels.SIZES, reverse=True))
+        return tuple(sorted(self.gammas or nefl_tables.SIZES, reverse=True))
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """With dynamic tiers clients also train submodels that are larger than their own."""
-        reaching = [c for c in setup.clients if max(self._near(setup, c)) > self._tier(setup, c)]
+        reaching = [
+            c
+            for c in setup.clients
+            if max(self._list_near_tiers(setup, c)) > self._find_tier(setup, c)
+        ]
         if not reaching:
             return super().exceeds_budgets(setup)
         return (
@@ -88,81 +119,82 @@ class NeFL(Rounds):
             "submodels above their own tier; method.assignment = 'fixed' keeps them below"
         )
 
-    def prepared(self, setup: Setup) -> Setup:
+    def prepare_model(self, setup: Setup) -> Setup:
         """Sec. 4.1.1: every block gets a step, Y_{j+1} = Y_j + s_j F(Y_j)."""
         if self.steps != "none" and setup.structure.blocks:
             learnable = self.steps == "learned"
-            model, structure = setup.structure.with_steps(setup.model, learnable=learnable)
+            model, structure = add_block_steps(setup.model, setup.structure, learnable=learnable)
             setup = replace(setup, model=model, structure=structure)
         for client in setup.clients:
-            self._tier(setup, client)  # refuses whoever cannot afford any submodel
+            self._find_tier(setup, client)  # refuses whoever cannot afford any submodel
         return setup
 
     def start(self, setup: Setup) -> State:
         """θ_c, and θ_ic,k where a submodel does not start as the global model does (D_O)."""
-        state = initial(setup)
+        state = initial_state(setup)
         if self.step_start == "one":
             return state
-        if not setup.structure.matching((STEPS,)) <= setup.structure.matching(self.own):
+        if not setup.structure.match_names((STEPS,)) <= setup.structure.match_names(
+            self.private_params
+        ):
             raise ConfigError(
-                f"step_start 'ode' gives each submodel steps of its own, but own is {self.own}; "
+                f"step_start 'ode' gives each submodel steps of its own, but private_params "
+                f"is {self.private_params}; "
                 f"add '{STEPS}' to it"
             )
         steps: dict[str, Tensor] = {}
         for subnet in self.submodels(setup).values():
-            for name, value in larger_steps(setup.structure, subnet).items():
+            for name, value in enlarge_steps(setup.structure, subnet).items():
                 steps[f"{name}@{subnet.owner}"] = torch.tensor(float(value))
         return replace(state, params={**state.params, **steps})
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Algorithm 1, lines 2-5: each client trains one of the submodels."""
-        recipe = SGD(self.optimiser, lr=self.optimiser.rate(state.round, setup.rounds))
+        recipe = LocalSGD(
+            self.local_training, lr=self.local_training.lr_at(state.round, setup.rounds)
+        )
         return [
             Task(
                 client.id,
-                (self.submodels(setup)[self.size_of(setup, state.round, client)],),
+                (self.submodels(setup)[self.draw_size(setup, state.round, client)],),
                 state.params,
                 recipe,
-                seed_of(setup.seed, state.round, client.id),
+                derive_seed(setup.seed, state.round, client.id),
             )
             for client in cohort
         ]
 
-    def size_of(self, setup: Setup, round: int, client: Client) -> float:
+    def draw_size(self, setup: Setup, round: int, client: Client) -> float:
         """Appendix B.5: drawn uniformly from the tiers around the client's own."""
         if self.assignment == "fixed":
-            return self._tier(setup, client)
-        near = self._near(setup, client)
-        draw = np.random.default_rng(seed_of(setup.seed, round, client.id, 1))
+            return self._find_tier(setup, client)
+        near = self._list_near_tiers(setup, client)
+        draw = np.random.default_rng(derive_seed(setup.seed, round, client.id, 1))
         return near[int(draw.integers(len(near)))]
 
-    def _tier(self, setup: Setup, client: Client) -> float:
+    def _find_tier(self, setup: Setup, client: Client) -> float:
         """The largest submodel that a client can afford."""
-        return within(setup, client, self.submodels(setup))[0]
+        return filter_affordable(setup, client, self.submodels(setup))[0]
 
-    def _near(self, setup: Setup, client: Client) -> list[float]:
+    def _list_near_tiers(self, setup: Setup, client: Client) -> list[float]:
         """The submodels that a client may have to train, smallest first."""
         subnets = self.submodels(setup)
-        sizes, own = sorted(subnets), self._tier(setup, client)
+        sizes, own = sorted(subnets), self._find_tier(setup, client)
         if self.assignment == "fixed":
             return [own]
         tier = sizes.index(own)
-        near = sizes[max(tier - self.reach, 0) : tier + self.reach + 1]
+        near = sizes[max(tier - self.tier_range, 0) : tier + self.tier_range + 1]
         if client.budget.is_width_alone:
             return near
         limits = replace(client, budget=replace(client.budget, width=1.0))
-        affordable = within(setup, limits, subnets)  # physical limits cannot be exceeded
+        affordable = filter_affordable(setup, limits, subnets)  # physical limits cannot be exceeded
         return [size for size in near if size in affordable]
-
-    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
-        """Algorithm 2: NeFedAvg for what is shared, FedAvg for each submodel's own."""
-        return merged(setup, state, updates)
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """γ of each submodel, largest first."""
         return tuple(sorted(self.submodels(setup), reverse=True))
 
-    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
+    def ensemble(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """The largest submodel that is not larger than asked."""
         subnets = self.submodels(setup)
         small_enough = [size for size in subnets if size <= width + 1e-9]
@@ -175,30 +207,37 @@ class NeFL(Rounds):
     def submodels(self, setup: Setup) -> Mapping[float, Subnet]:
         """F_1 ... F_Ns by size, each with tensors of its own."""
         weights = frozenset(name for name, _ in setup.model.named_parameters())
-        return _submodels(self, setup.structure, weights, self._gammas(setup))
+        return _build_submodels(setup.structure, self, weights, self._choose_gammas(setup))
 
-    def _gammas(self, setup: Setup) -> tuple[float, ...]:
+    def _choose_gammas(self, setup: Setup) -> tuple[float, ...]:
         if self.gammas is not None:
             return self.gammas
         budgets = {client.budget for client in setup.clients}
         if not budgets or not all(budget.is_width_alone for budget in budgets):
-            return submodels.SIZES
+            return nefl_tables.SIZES
         return tuple(sorted({budget.width for budget in budgets}))
 
 
-@lru_cache(maxsize=64)
-def _submodels(
-    method: NeFL, structure: Structure, weights: frozenset[str], gammas: tuple[float, ...]
+@cache_per_structure(max_entries=64)
+def _build_submodels(
+    structure: Structure, method: NeFL, weights: frozenset[str], gammas: tuple[float, ...]
 ) -> Mapping[float, Subnet]:
     if method.table is not None:
-        found = submodels.from_table(structure, submodels.table(method.table, method.scaling))
+        found = submodels.build_from_table(
+            structure, nefl_tables.get_table(method.table, method.scaling)
+        )
     else:
-        weights -= structure.matching((STEPS,))
-        found = submodels.find(structure, weights, gammas, method.scaling, method.tolerance)
-    return {size: subnet.owning(f"{size:g}", *method.own) for size, subnet in found.items()}
+        weights -= structure.match_names((STEPS,))
+        found = submodels.find_submodels(
+            structure, weights, gammas, method.scaling, method.tolerance
+        )
+    return {
+        size: subnet.with_private(f"{size:g}", *method.private_params)
+        for size, subnet in found.items()
+    }
 
 
-def larger_steps(structure: Structure, subnet: Subnet) -> dict[str, int]:
+def enlarge_steps(structure: Structure, subnet: Subnet) -> dict[str, int]:
     """D_O: the step before blocks that are skipped grows by their number (Table 12).
 
     The blocks of one stage follow each other; a branch of one kind (attention, feed-forward) stands

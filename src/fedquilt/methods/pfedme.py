@@ -4,45 +4,60 @@ Dinh, Tran, Nguyen. "Personalized Federated Learning with Moreau Envelopes." Neu
 baseline of ADDS (Sec. 4.1.2, with K = 5).
 
 Symbols of the paper -> names here: w -> state.params, θ_i -> what client i keeps, and
-state.chosen[i] says so; K -> steps, λ -> attraction, η -> optimiser.lr, β -> beta, S -> fraction.
+state.chosen_subnets[i] says so; K -> steps, λ -> attraction, η -> local_training.lr, β -> beta,
+S -> fraction.
 
 What the paper leaves open, and what was chosen, is in docs/methods/pfedme.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
 from fedquilt.errors import ConfigError
-from fedquilt.federation.client import Client, Task, Update
-from fedquilt.federation.constants import keep_constants
+from fedquilt.federation.aggregation import AggregationPipeline, ServerSGD, chain
+from fedquilt.federation.client import Client, Task
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import Rounds, alike, ignored_budgets, initial, merged
+from fedquilt.methods.affordability import describe_ignored_budgets
+from fedquilt.methods.base import BaseMethod, initial_state, same_for_all
 from fedquilt.ranges import Fraction
-from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.moreau import Moreau, personal
+from fedquilt.training.moreau import Moreau, personal_subnet
+from fedquilt.training.settings import LocalTraining
 
 
 @dataclass(frozen=True)
-class PFedMe(Rounds):
+class PFedMe(BaseMethod):
     """The whole net for every client, trained through its Moreau envelope.
 
     ``steps`` and ``personal_lr`` are those of a client's own model on each batch; ``attraction``
-    keeps it near the model that the client sends, which ``optimiser`` moves. The server goes
-    ``beta`` of the way to the clients' mean. Batches are normalised by themselves in training:
+    keeps it near the model that the client sends, which ``local_training`` moves. The server goes
+    ``beta`` of the way to the clients' mean. Batches are normalized by themselves in training:
     running statistics would belong to neither of a client's two models. At the end clients are
     asked for those of the shared model, and keep those of their own.
+
+    Args:
+        local_training: Settings of local training.
+        fraction: Fraction of the clients that take part in a round.
+        steps: K, the steps towards the personal model on each batch.
+        attraction: λ, the pull of the personal model to the local one.
+        personal_lr: Learning rate of the personal model.
+        beta: β, how far the server moves to the mean.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> method = fq.PFedMe(steps=2)
+    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> 0 <= run.scores[0].personal_accuracy <= 1  # of the clients' own models
+    True
     """
 
-    optimiser: Optimiser = field(
-        default_factory=lambda: Optimiser(
-            lr=0.03, momentum=0.0, weight_decay=0.0, epochs=1, clip=None
+    local_training: LocalTraining = field(
+        default_factory=lambda: LocalTraining(
+            lr=0.03, momentum=0.0, weight_decay=0.0, epochs=1, max_grad_norm=None
         )
     )
     fraction: Fraction | None = None
@@ -60,6 +75,9 @@ class PFedMe(Rounds):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is above 0, got {getattr(self, name)}")
 
+        if self.beta != 1:
+            self.refuse_server_optimizer("beta is the server's learning rate of pFedMe")
+
     is_personal = True
 
     @property
@@ -69,39 +87,28 @@ class PFedMe(Rounds):
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """The whole net is trained, whatever clients can afford."""
-        return ignored_budgets(setup)
+        return describe_ignored_budgets(setup)
 
     def start(self, setup: Setup) -> State:
         """w⁰; until it has trained, a client's own model is the server's."""
-        own = {client.id: personal(Subnet()) for client in setup.clients}
-        return replace(initial(setup), chosen=own)
+        own = {client.id: personal_subnet(Subnet()) for client in setup.clients}
+        return replace(initial_state(setup), chosen_subnets=own)
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """The server sends w; all clients count alike."""
         recipe = Moreau(
-            self.optimiser,
-            lr=self.optimiser.rate(state.round, setup.rounds),
+            self.local_training,
+            lr=self.local_training.lr_at(state.round, setup.rounds),
             steps=self.steps,
             attraction=self.attraction,
             personal_lr=self.personal_lr,
         )
-        return alike(setup, state, cohort, recipe, self.to_train(Subnet()))
+        return same_for_all(setup, state, cohort, recipe, self.without_untracked(Subnet()))
 
-    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
-        """w <- (1 − β) w + β Σ_i w_i / S."""
-        mean = merged(setup, state, updates).params
-        return replace(state, params=part_way(state.params, mean, self.beta))
-
-
-def part_way(old: Params, new: Params, beta: float) -> dict[str, Tensor]:
-    """(1 − β) old + β new; numbers that are never averaged are the new.
-
-    >>> part_way({"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}, 0.25)
-    {'w': tensor([1.5000])}
-    """
-    return {
-        name: keep_constants(torch.lerp(old[name], tensor, beta), old[name])
-        if tensor.is_floating_point()
-        else tensor
-        for name, tensor in new.items()
-    }
+    def training_aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:
+        """w <- (1 − β) w + β Σ_i w_i / S: the server's learning rate is β."""
+        return (
+            super().training_aggregation(setup, phase)
+            if self.beta == 1
+            else chain(ServerSGD(self.beta))
+        )

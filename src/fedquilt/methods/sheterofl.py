@@ -12,34 +12,51 @@ from typing import Literal
 
 from torch import nn
 
-from fedquilt.federation.client import Client, Task, seed_of
+from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import (
-    Rounds,
-    nested,
-    refuse_no_widths,
-    sizes_within_budget,
-    trained_sizes,
-    up_to_budget,
+from fedquilt.methods.affordability import (
+    list_affordable_widths,
+    list_trained_sizes,
+    nested_subnet,
+    validate_widths,
 )
+from fedquilt.methods.base import BaseMethod
 from fedquilt.ranges import Fraction
-from fedquilt.structure.groups import NORMS, STATISTICS
+from fedquilt.structure.structure import NORMS, STATISTICS
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import Optimiser
+from fedquilt.training.settings import LocalTraining
 from fedquilt.training.slimmable import Slimmable
 
 
 @dataclass(frozen=True)
-class SHeteroFL(Rounds):
+class SHeteroFL(BaseMethod):
     """Nested widths, the gradients of all that a client can afford summed.
 
-    With ``statistics="tracked"`` every width has normalisation of its own; with ``"batch"`` they
-    share it, each batch is normalised by itself in training, and the statistics of every width are
+    With ``statistics="tracked"`` every width has normalization of its own; with ``"batch"`` they
+    share it, each batch is normalized by itself in training, and the statistics of every width are
     asked for at the end. Clients count by their data; ``count_widths`` counts a client once for
     each width it trains, as the public code does.
+
+    Args:
+        local_training: Settings of local training.
+        fraction: Fraction of the clients that take part in a round.
+        widths: Sizes; None: those that the budgets allow.
+        statistics: Of batch normalization: those of each batch, or tracked.
+        scaler: Whether activations are scaled by the inverse width in training.
+        masked: Whether the loss leaves out classes that a client does not have.
+        count_widths: Whether a client counts once for each width that it trained.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> method = fq.SHeteroFL(widths=(1.0, 0.5))
+    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> [(score.width, score.params) for score in run.scores]
+    [(1.0, 67), (0.5, 35)]
     """
 
-    optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
+    local_training: LocalTraining = field(default_factory=lambda: LocalTraining(max_grad_norm=None))
     fraction: Fraction = 1.0
     widths: tuple[float, ...] | None = None
     statistics: Literal["batch", "tracked"] = "batch"
@@ -50,11 +67,11 @@ class SHeteroFL(Rounds):
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
         super().__post_init__()
-        refuse_no_widths(self.widths)
+        validate_widths(self.widths)
 
-    def usual_budgets(self, model: nn.Module) -> tuple[float, ...]:
+    def default_budgets(self, model: nn.Module) -> tuple[float, ...]:
         """Those of Split-Mix, which it is compared with: down to an eighth."""
-        return tuple(width for width in super().usual_budgets(model) if width >= 0.125)
+        return tuple(width for width in super().default_budgets(model) if width >= 0.125)
 
     @property
     def tracks_statistics(self) -> bool:
@@ -66,9 +83,7 @@ class SHeteroFL(Rounds):
         """As the settings say."""
         return self.scaler
 
-    def asked_of(self, setup: Setup, client: Client, sizes: tuple[float, ...]) -> tuple[float, ...]:
-        """The widths that a client can afford."""
-        return sizes_within_budget(setup, client, sizes)
+    queries_within_budgets = True
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Every width that a client can afford, the widest with all that they share."""
@@ -78,42 +93,42 @@ class SHeteroFL(Rounds):
                 self._nested(setup, client),
                 state.params,
                 Slimmable(
-                    self.optimiser,
-                    lr=self.optimiser.rate(state.round, setup.rounds),
+                    self.local_training,
+                    lr=self.local_training.lr_at(state.round, setup.rounds),
                     labels=client.labels,
                     masked=self.masked,
                     scale=self.scaler,
                     weight=client.num_examples,
                 ),
-                seed_of(setup.seed, state.round, client.id),
+                derive_seed(setup.seed, state.round, client.id),
             )
             for client in cohort
         ]
 
     def _nested(self, setup: Setup, client: Client) -> tuple[Subnet, ...]:
-        widths = up_to_budget(setup, client, self.sizes(setup))
+        widths = list_affordable_widths(setup, client, self.sizes(setup))
         widest, *narrow = (self._trained_width(setup, width) for width in widths)
         if not self.count_widths:  # the rest is part of the widest
-            narrow = [s.leaving("*", *(f"!{pattern}" for pattern in s.own)) for s in narrow]
+            narrow = [s.excluding("*", *(f"!{pattern}" for pattern in s.private)) for s in narrow]
         return (widest, *narrow)
 
     def _trained_width(self, setup: Setup, width: float) -> Subnet:
         if self.tracks_statistics:
             return self.subnet(setup, width)
-        return self.to_train(setup.structure.subnet(width))
+        return self.without_untracked(setup.structure.subnet(width))
 
     def subnet(self, setup: Setup, width: float) -> Subnet:
         """The leading channels; what is a width's own is that of the next larger one, if need be.
 
-        That is all of its normalisation where it was tracked in training, else its statistics.
+        That is all of its normalization where it was tracked in training, else its statistics.
         """
         own = NORMS if self.tracks_statistics else STATISTICS
-        return nested(setup, width, self.sizes(setup), own)
+        return nested_subnet(setup, width, self.sizes(setup), own)
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """The trained widths, largest first."""
-        return trained_sizes(setup, self.widths)
+        return list_trained_sizes(setup, self.widths)
 
-    def mix(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
+    def ensemble(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """One subnet."""
         return (self.subnet(setup, width),)

@@ -3,56 +3,80 @@
 Sattler, Wiedemann, Müller, Samek. "Robust and Communication-Efficient Federated Learning from
 Non-IID Data." IEEE TNNLS 2020. A baseline of ADDS (Sec. 4.1.2).
 
-Symbols of the paper -> names here: W -> state.params, R -> state.server["residual"], ΔW -> change,
-p_up, p_down -> sparsity_up, sparsity_down, I_t -> the cohort.
+Symbols of the paper -> names here: W -> state.params, R -> state.server_tensors["residual"], ΔW ->
+change, p_up, p_down -> sparsity_up, sparsity_down, I_t -> the cohort.
 
 What the paper leaves open, and what was chosen, is in docs/methods/stc.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from fedquilt.errors import ConfigError, UpdateError
-from fedquilt.federation.average import average
-from fedquilt.federation.client import Client, Task, Update, called, seed_of
+from fedquilt.federation.aggregation import (
+    Aggregate,
+    AggregationPipeline,
+    Aggregator,
+    Decoder,
+    Mean,
+    ServerUpdate,
+    chain,
+)
+from fedquilt.federation.client import Client, Task, Update, client_label, derive_seed
 from fedquilt.federation.state import Setup, State
-from fedquilt.methods.method import QUERY, Rounds, ignored_budgets
+from fedquilt.methods.affordability import describe_ignored_budgets
+from fedquilt.methods.base import BaseMethod
 from fedquilt.ranges import Fraction
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import named_tensors
-from fedquilt.training.descent import Optimiser
-from fedquilt.training.sgd import SGD
+from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.settings import LocalTraining
 from fedquilt.training.ternary import (
     CODE,
     RESIDUAL,
     TernarySGD,
-    added,
-    compressed,
-    flattened,
-    moved,
-    shaped,
-    unmoved,
+    add_code,
+    apply_codes,
+    compress,
+    flatten_weights,
+    unflatten_weights,
+    zero_change,
 )
 
 SYNCED = "synced"  # in memory: the last round at whose start a client had the server's weights
 
 
 @dataclass(frozen=True)
-class STC(Rounds):
+class STC(BaseMethod):
     """One net for all, of which only codes travel.
 
     ``sparsity_up`` and ``sparsity_down`` are the shares of the weights that a client's and the
     server's codes change. A client gets the codes of all rounds that it missed; or the whole model,
-    if it never had it or if that is shorter. Batches are normalised by themselves in training:
+    if it never had it or if that is shorter. Batches are normalized by themselves in training:
     running statistics are no sums of changes. They are asked for at the end.
+
+    Args:
+        local_training: Settings of local training.
+        fraction: Fraction of the clients that take part in a round.
+        sparsity_up: Fraction of the values that a client sends.
+        sparsity_down: Fraction of the values that the server sends.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> method = fq.STC(sparsity_up=0.1)
+    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> max(record.bytes_sent for record in run.client_records[0]) < 67  # a byte for each weight
+    True
     """
 
-    optimiser: Optimiser = field(default_factory=lambda: Optimiser(clip=None))
+    local_training: LocalTraining = field(default_factory=lambda: LocalTraining(max_grad_norm=None))
     fraction: Fraction | None = None
     sparsity_up: float = 1 / 400
     sparsity_down: float = 1 / 400
@@ -67,12 +91,19 @@ class STC(Rounds):
                     f"0.0025, got {getattr(self, name)}"
                 )
 
+        self.refuse_server_optimizer("the server's step of STC is compressed, with error feedback")
+
     @property
     def tracks_statistics(self) -> bool:
         """They are no sums of changes."""
         return False
 
-    def prepared(self, setup: Setup) -> Setup:
+    @property
+    def whole(self) -> Subnet:
+        """The net, as clients train it."""
+        return self.without_untracked(Subnet())
+
+    def prepare_model(self, setup: Setup) -> Setup:
         """The model as it is; refused if its weights are not of 32 bits."""
         for name, tensor in named_tensors(setup.model).items():
             if tensor.is_floating_point() and tensor.dtype != torch.float32:
@@ -84,11 +115,11 @@ class STC(Rounds):
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """The whole net is trained, whatever clients can afford."""
-        return ignored_budgets(setup)
+        return describe_ignored_budgets(setup)
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Line 7: the codes that a client missed, or all weights."""
-        synced, codes = synced_of(state), codes_of(state)
+        synced, codes = read_synced_rounds(state), read_codes(state)
         missed = {
             since: {str(number): code for number, code in codes.items() if number >= since}
             for since in {synced[client.id] for client in cohort if client.id in synced}
@@ -96,32 +127,48 @@ class STC(Rounds):
         return [
             Task(
                 client.id,
-                () if client.id in synced else (self.to_train(Subnet()),),
+                () if client.id in synced else (self.whole,),
                 missed[synced[client.id]] if client.id in synced else state.params,
                 TernarySGD(
-                    SGD(
-                        self.optimiser,
-                        lr=self.optimiser.rate(state.round, setup.rounds),
+                    LocalSGD(
+                        self.local_training,
+                        lr=self.local_training.lr_at(state.round, setup.rounds),
                         weight=client.num_examples,
                     ),
                     state.round,
                     self.sparsity_up,
                     self.sparsity_down,
-                    self.to_train(Subnet()),
+                    self.whole,
                 ),
-                seed_of(setup.seed, state.round, client.id),
+                derive_seed(setup.seed, state.round, client.id),
             )
             for client in cohort
         ]
 
-    def opened(self, setup: Setup, state: State, update: Update) -> Update:
-        """Line 17: the change that a client's code means, as tensors."""
-        who = called(update.client)
-        if state.phase == QUERY:
-            return update  # statistics, as they are
+    def training_aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:
+        """Lines 17-23: codes are decoded, their changes averaged, and the mean compressed."""
+        return chain(
+            TernaryDecoder(self.whole, self.sparsity_up),
+            MeanChange(self.whole),
+            ErrorFeedback(self.whole, self.sparsity_down),
+        )
+
+
+@dataclass(frozen=True)
+class TernaryDecoder(Decoder):
+    """Line 17: the change of the weights of ``whole`` that a client's code means."""
+
+    whole: Subnet
+    sparsity: float
+    is_linear = False
+    gives_changes = True
+
+    def decode(self, setup: Setup, state: State, update: Update) -> Update:
+        """Decodes the one code of an update; a client without a copy of the weights sends none."""
+        who = client_label(update.client)
         if not update.subnets and not update.params:
-            return update  # it lacks what codes are added to
-        if update.subnets != (self.to_train(Subnet()),) or len(update.params) != 1:
+            return update
+        if update.subnets != (self.whole,) or len(update.params) != 1:
             raise UpdateError(
                 f"{who} sent {len(update.params)} sets of tensors of {update.subnets}; what was "
                 "asked for is one code of the whole model"
@@ -130,65 +177,88 @@ class STC(Rounds):
         if tensors.keys() != {CODE}:
             odd = sorted(tensors.keys() ^ {CODE})
             raise UpdateError(f"{who} sent other tensors than a code; they differ in: {odd[0]}")
-        weights = self.weights(setup, state)
-        change = unmoved(weights)
+        weights = select_weights(setup, state, self.whole)
+        change = zero_change(weights)
         try:
-            added(change, tensors[CODE], self.sparsity_up)
+            add_code(change, tensors[CODE], self.sparsity)
         except ValueError as problem:
             raise UpdateError(
                 f"{who} sent a code that {problem}; does it have the same model and sparsity?"
             ) from problem
-        return replace(update, params=(shaped(change, weights),))
+        return replace(update, params=(unflatten_weights(change, weights),))
 
-    def weights(self, setup: Setup, state: State) -> dict[str, Tensor]:
-        """W: all that codes are of."""
-        return {n: state.params[n] for n in setup.structure.names(self.to_train(Subnet()))}
 
-    def merge_training(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
-        """Lines 18-23: the mean of the changes and the residual, compressed and added."""
-        synced = dict(synced_of(state))
+@dataclass(frozen=True)
+class MeanChange(Aggregator):
+    """Line 18: the mean of the changes of the weights of ``whole``."""
 
-        def noted() -> Iterator[Update]:
-            for update in updates:
-                if update.subnets:
-                    synced[update.client] = state.round
-                else:
-                    synced.pop(update.client, None)
-                yield update
+    whole: Subnet
+    takes_changes = True
 
-        weights = self.weights(setup, state)
-        nothing = shaped(unmoved(weights), weights)
-        change = flattened(average(nothing, setup.structure, noted()))
-        if RESIDUAL in state.server:
-            change += state.server[RESIDUAL]
-        code, residual = compressed(change, self.sparsity_down)
-        codes = reaching({**codes_of(state), state.round: code}, weights)
+    def aggregate(self, setup: Setup, state: State, updates: Iterable[Update]) -> Aggregate:
+        """Averages from zero, instead of from the server's values."""
+        weights = select_weights(setup, state, self.whole)
+        nothing = unflatten_weights(zero_change(weights), weights)
+        return Mean().aggregate(setup, replace(state, params=nothing), updates)
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(ServerUpdate):
+    """Lines 18-23: the mean change and the residual are compressed; the code is added and kept.
+
+    Also notes which clients have which of the server's weights, so that codes are enough for them.
+    """
+
+    whole: Subnet
+    sparsity: float
+
+    def apply(self, setup: Setup, state: State, aggregate: Aggregate) -> State:
+        """Adds what the code says to the weights, and keeps the rest for later."""
+        weights = select_weights(setup, state, self.whole)
+        change = flatten_weights(aggregate.params)
+        if RESIDUAL in state.server_tensors:
+            change += state.server_tensors[RESIDUAL]
+        code, residual = compress(change, self.sparsity)
+        codes = keep_recent_codes({**read_codes(state), state.round: code}, weights)
+        synced = read_synced_rounds(state)
+        for reply in aggregate.replies:
+            if reply.subnets:
+                synced[reply.client] = state.round
+            else:
+                synced.pop(reply.client, None)
         synced = {client: since for client, since in synced.items() if since in codes}
         oldest = min(synced.values(), default=state.round + 1)
         return replace(
             state,
-            params={**state.params, **moved(weights, [code], self.sparsity_down)},
-            memory={SYNCED: {str(client): since for client, since in synced.items()}},
-            server={
+            params={**state.params, **apply_codes(weights, [code], self.sparsity)},
+            method_state={SYNCED: {str(client): since for client, since in synced.items()}},
+            server_tensors={
                 RESIDUAL: residual,
                 **{f"{CODE}/{number}": codes[number] for number in codes if number >= oldest},
             },
         )
 
 
-def synced_of(state: State) -> dict[int, int]:
+def select_weights(setup: Setup, state: State, whole: Subnet) -> dict[str, Tensor]:
+    """W: all that codes are of."""
+    return {name: state.params[name] for name in setup.structure.tensor_names(whole)}
+
+
+def read_synced_rounds(state: State) -> dict[int, int]:
     """For each client that codes are enough for, the first round whose code it lacks."""
-    return {int(client): since for client, since in state.memory.get(SYNCED, {}).items()}
+    return {int(client): since for client, since in state.method_state.get(SYNCED, {}).items()}
 
 
-def codes_of(state: State) -> dict[int, Tensor]:
+def read_codes(state: State) -> dict[int, Tensor]:
     """The server's codes by their rounds, in order."""
-    names = (name.partition("/") for name in state.server)
+    names = (name.partition("/") for name in state.server_tensors)
     numbers = sorted(int(number) for what, _, number in names if what == CODE)
-    return {number: state.server[f"{CODE}/{number}"] for number in numbers}
+    return {number: state.server_tensors[f"{CODE}/{number}"] for number in numbers}
 
 
-def reaching(codes: Mapping[int, Tensor], params: Mapping[str, Tensor]) -> dict[int, Tensor]:
+def keep_recent_codes(
+    codes: Mapping[int, Tensor], params: Mapping[str, Tensor]
+) -> dict[int, Tensor]:
     """The latest codes, as many as are together shorter than the model itself."""
     room, found = sum(tensor.nbytes for tensor in params.values()), {}
     for number in sorted(codes, reverse=True):

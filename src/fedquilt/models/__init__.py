@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fedquilt.errors import ConfigError, unknown
+from fedquilt.errors import ConfigError, describe_unknown
 from fedquilt.models.adds import VGG, MobileNet, TextLSTM
 from fedquilt.models.apfl import MobileNetV2
 from fedquilt.models.heterofl import CNN, PreResNet
@@ -54,18 +55,30 @@ def is_code(name: str) -> bool:
     return ":" in name
 
 
-def find(name: str) -> Callable[..., nn.Module]:
+def find_factory(name: str) -> Callable[..., nn.Module]:
     """What makes a model: by name, or ``file.py:function``."""
     factory = _from_file(name) if is_code(name) else MODELS.get(name)
     if factory is None:
-        raise ConfigError(unknown("model", name, MODELS) + ", or give file.py:function")
+        raise ConfigError(describe_unknown("model", name, MODELS) + ", or give file.py:function")
     return factory
 
 
-def make(name: str, options: Mapping[str, Any]) -> nn.Module:
-    """A model by name, or from ``file.py:function``, called with the options."""
+def make_model(name: str, options: Mapping[str, Any] | None = None) -> nn.Module:
+    """Makes a model by name, or from ``file.py:function``.
+
+    Args:
+        name: A name in ``MODELS``, or a file of Python and a function in it that returns a module.
+        options: What the model is called with; None: its defaults.
+
+    >>> import fedquilt as fq
+    >>> fq.make_model("mlp", {"image_size": 8, "hidden": [16], "num_classes": 3}).classifier
+    Linear(in_features=16, out_features=3, bias=True)
+    """
+    options = options or {}
+    factory = find_factory(name)
+    _refuse_unknown_options(name, options, factory)
     try:
-        model = find(name)(**options)
+        model = factory(**options)
     except TypeError as problem:
         raise ConfigError(f"model '{name}' does not take these options: {problem}") from problem
     except ValueError as problem:
@@ -78,7 +91,18 @@ def make(name: str, options: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def made_by(model: nn.Module) -> dict[str, Any] | None:
+def _refuse_unknown_options(
+    name: str, options: Mapping[str, Any], factory: Callable[..., nn.Module]
+) -> None:
+    accepted = inspect.signature(factory).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        return
+    for option in options:
+        if option not in accepted:
+            raise ConfigError(f"model '{name}': {describe_unknown('option', option, accepted)}")
+
+
+def get_factory_call(model: nn.Module) -> dict[str, Any] | None:
     """The name and options that ``make`` was called with; None for any other model."""
     made: Any = getattr(model, MADE, None)
     return None if made is None else json.loads(made)

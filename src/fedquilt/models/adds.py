@@ -3,7 +3,7 @@
 Plain modules that know nothing of federated learning. There is no public code; the sizes are those
 of the table, and what it leaves open is settled so that its figures come out:
 
-    parameters      convolutions        linear           both  normalisation
+    parameters      convolutions        linear           both  normalization
     VGG                  369,216     5,308,478      5,677,694            896    62 classes
     MobileNet            444,544     9,502,782      9,947,326          2,944    62 classes
                                      9,441,282      9,885,826                    2 classes
@@ -27,13 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedquilt.models.initial import redraw
-from fedquilt.models.nefl import narrowed
+from fedquilt.models.initialization import reinitialize
+from fedquilt.models.nefl import scale_widths
 
 DENSE = (1024, 1024)
 
 
-def separable(channels: int, size: int) -> list[nn.Module]:
+def make_separable(channels: int, size: int) -> list[nn.Module]:
     """A 3×3 convolution of every channel by itself, and one of 1×1 across channels."""
     return [
         nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False),
@@ -42,7 +42,7 @@ def separable(channels: int, size: int) -> list[nn.Module]:
 
 
 class ConvNet(nn.Module):
-    """3×3 convolutions that are normalised and pooled, and three linear layers.
+    """3×3 convolutions that are normalized and pooled, and three linear layers.
 
     The order is ReLU-Conv-BN, so each layer but the first rectifies what it is given; images are
     not rectified, for those that are standardised would lose their dark half. Pooling rounds up:
@@ -69,18 +69,18 @@ class ConvNet(nn.Module):
             )
         layers: list[nn.Module] = []
         before = in_channels
-        for size in narrowed(channels, width):
+        for size in scale_widths(channels, width):
             if not layers:
                 layers.append(nn.Conv2d(before, size, 3, padding=1, bias=False))
             elif is_separable:
-                layers += [nn.ReLU(), *separable(before, size)]
+                layers += [nn.ReLU(), *make_separable(before, size)]
             else:
                 layers += [nn.ReLU(), nn.Conv2d(before, size, 3, padding=1, bias=False)]
             layers += [nn.BatchNorm2d(size), nn.MaxPool2d(2, ceil_mode=True)]
             before, image_size = size, (image_size + 1) // 2
         self.features = nn.Sequential(*layers)
         layers, before = [nn.Flatten()], before * image_size**2
-        for size in (*narrowed(DENSE, width), num_classes):
+        for size in (*scale_widths(DENSE, width), num_classes):
             layers += [nn.ReLU(), nn.Linear(before, size)]
             before = size
         self.classifier = nn.Sequential(*layers)
@@ -91,7 +91,7 @@ class ConvNet(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all initial values again."""
-        redraw(self)
+        reinitialize(self)
 
 
 class VGG(ConvNet):

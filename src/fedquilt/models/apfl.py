@@ -20,7 +20,7 @@ import math
 
 from torch import Tensor, nn
 
-from fedquilt.models.initial import redraw
+from fedquilt.models.initialization import reinitialize
 
 STEM = 32
 LAYERS = (  # expansion, channels, repeats, stride of the first
@@ -34,10 +34,10 @@ LAYERS = (  # expansion, channels, repeats, stride of the first
 )
 
 
-def multiplied(size: int, multiplier: float) -> int:
+def scale_channels(size: int, multiplier: float) -> int:
     """The nearest multiple of 8, at least 8, and the next one where that takes more than 10 %.
 
-    >>> [multiplied(24, multiplier) for multiplier in (0.5, 0.75, 1, 1.5)]
+    >>> [scale_channels(24, multiplier) for multiplier in (0.5, 0.75, 1, 1.5)]
     [16, 24, 24, 40]
     """
     exact = size * multiplier
@@ -45,10 +45,10 @@ def multiplied(size: int, multiplier: float) -> int:
     return nearest if nearest >= 0.9 * exact else nearest + 8
 
 
-def convolution(
+def make_convolution(
     channels: int, size: int, kernel: int = 1, stride: int = 1, *, groups: int = 1
 ) -> list[nn.Module]:
-    """A convolution that keeps the image's size but for its stride, and batch normalisation."""
+    """A convolution that keeps the image's size but for its stride, and batch normalization."""
     return [
         nn.Conv2d(channels, size, kernel, stride, kernel // 2, groups=groups, bias=False),
         nn.BatchNorm2d(size),
@@ -64,12 +64,12 @@ class Bottleneck(nn.Module):
     def __init__(self, channels: int, size: int, expansion: int, stride: int) -> None:
         super().__init__()
         inside = expansion * channels
-        expand = [] if expansion == 1 else [*convolution(channels, inside), nn.ReLU6()]
+        expand = [] if expansion == 1 else [*make_convolution(channels, inside), nn.ReLU6()]
         self.branch = nn.Sequential(
             *expand,
-            *convolution(inside, inside, 3, stride, groups=inside),
+            *make_convolution(inside, inside, 3, stride, groups=inside),
             nn.ReLU6(),
-            *convolution(inside, size),
+            *make_convolution(inside, size),
         )
         self.is_residual = stride == 1 and channels == size
 
@@ -105,16 +105,18 @@ class MobileNetV2(nn.Module):
                 "in_channels, num_classes, head and stem_stride are at least 1, got "
                 f"{', '.join(map(str, counts))}"
             )
-        channels = multiplied(STEM, multiplier)
-        self.stem = nn.Sequential(*convolution(in_channels, channels, 3, stem_stride), nn.ReLU6())
+        channels = scale_channels(STEM, multiplier)
+        self.stem = nn.Sequential(
+            *make_convolution(in_channels, channels, 3, stem_stride), nn.ReLU6()
+        )
         blocks = []
         for expansion, base, repeats, first in LAYERS:
-            size = multiplied(base, multiplier)
+            size = scale_channels(base, multiplier)
             for i in range(repeats):
                 blocks.append(Bottleneck(channels, size, expansion, stride=1 if i else first))
                 channels = size
         self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Sequential(*convolution(channels, head), nn.ReLU6())
+        self.head = nn.Sequential(*make_convolution(channels, head), nn.ReLU6())
         self.classifier = nn.Linear(head, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,4 +126,4 @@ class MobileNetV2(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all initial values again."""
-        redraw(self)
+        reinitialize(self)

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedquilt.models.initial import redraw
+from fedquilt.models.initialization import reinitialize
 
 HIDDEN = (64, 128, 256, 512)
 NORMS = ("batch", "none", "instance", "group", "layer")
 
 
-def normalisation(kind: str, channels: int) -> nn.Module:
+def make_normalization(kind: str, channels: int) -> nn.Module:
     """The layer that Tables 4 and 5 compare: batch, none, instance, group (4 groups) or layer."""
     if kind == "batch":
         return nn.BatchNorm2d(channels)
@@ -31,7 +31,7 @@ def normalisation(kind: str, channels: int) -> nn.Module:
     return nn.GroupNorm(groups[kind], channels)
 
 
-def widened(hidden: Sequence[int], width: float) -> list[int]:
+def scale_widths(hidden: Sequence[int], width: float) -> list[int]:
     """The hidden sizes at a fraction of their full width, rounded up."""
     return [math.ceil(size * width) for size in hidden]
 
@@ -45,10 +45,10 @@ class CNN(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         channels = in_channels
-        for i, size in enumerate(widened(HIDDEN, width)):
+        for i, size in enumerate(scale_widths(HIDDEN, width)):
             layers += [
                 nn.Conv2d(channels, size, 3, padding=1),
-                normalisation(norm, size),
+                make_normalization(norm, size),
                 nn.ReLU(),
             ]
             if i < 3:
@@ -56,7 +56,7 @@ class CNN(nn.Module):
             channels = size
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(channels, num_classes)
-        initialise(self)
+        initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
@@ -64,8 +64,8 @@ class CNN(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all initial values again."""
-        redraw(self)
-        initialise(self)
+        reinitialize(self)
+        initialize(self)
 
 
 class PreActivationBlock(nn.Module):
@@ -73,9 +73,9 @@ class PreActivationBlock(nn.Module):
 
     def __init__(self, channels: int, size: int, stride: int, norm: str) -> None:
         super().__init__()
-        self.norm1 = normalisation(norm, channels)
+        self.norm1 = make_normalization(norm, channels)
         self.conv1 = nn.Conv2d(channels, size, 3, stride, padding=1, bias=False)
-        self.norm2 = normalisation(norm, size)
+        self.norm2 = make_normalization(norm, size)
         self.conv2 = nn.Conv2d(size, size, 3, padding=1, bias=False)
         self.shortcut = (
             nn.Conv2d(channels, size, 1, stride, bias=False)
@@ -103,7 +103,7 @@ class PreResNet(nn.Module):
         norm: str = "batch",
     ) -> None:
         super().__init__()
-        sizes = widened(HIDDEN, width)
+        sizes = scale_widths(HIDDEN, width)
         self.stem = nn.Conv2d(in_channels, sizes[0], 3, padding=1, bias=False)
         layers: list[nn.Module] = []
         channels = sizes[0]
@@ -113,9 +113,9 @@ class PreResNet(nn.Module):
                 layers.append(PreActivationBlock(channels, size, stride, norm))
                 channels = size
         self.blocks = nn.Sequential(*layers)
-        self.norm = normalisation(norm, channels)
+        self.norm = make_normalization(norm, channels)
         self.classifier = nn.Linear(channels, num_classes)
-        initialise(self)
+        initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
@@ -124,11 +124,11 @@ class PreResNet(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all initial values again."""
-        redraw(self)
-        initialise(self)
+        reinitialize(self)
+        initialize(self)
 
 
-def initialise(model: nn.Module) -> None:
+def initialize(model: nn.Module) -> None:
     """As the public code does: PyTorch's defaults, but no bias in the linear layer."""
     for module in model.modules():
         if isinstance(module, nn.Linear):

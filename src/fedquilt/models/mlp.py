@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from fedquilt.models.initial import redraw
+from fedquilt.models.initialization import reinitialize
 
 
 class MLP(nn.Module):
@@ -34,4 +34,4 @@ class MLP(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all initial values again."""
-        redraw(self)
+        reinitialize(self)

@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedquilt.models.initial import redraw
+from fedquilt.models.initialization import reinitialize
 
 STEMS = ("cifar", "plain", "imagenet")
 
 
-def narrowed(sizes: Sequence[int], width: float) -> list[int]:
+def scale_widths(sizes: Sequence[int], width: float) -> list[int]:
     """The sizes at a fraction of their full width, rounded up."""
     if not 0 < width <= 1:
         raise ValueError(f"width is a fraction in (0, 1], got {width}; write 1/8 as 0.125")
@@ -39,7 +39,7 @@ def narrowed(sizes: Sequence[int], width: float) -> list[int]:
     return [math.ceil(round(size * width, 9)) for size in sizes]  # 0.3 · 10 is more than 3
 
 
-def shortcut(channels: int, size: int, stride: int) -> nn.Module | None:
+def make_shortcut(channels: int, size: int, stride: int) -> nn.Module | None:
     """Around a block: nothing, or a 1×1 convolution where the shape changes (He et al.'s B)."""
     if stride == 1 and channels == size:
         return None
@@ -61,7 +61,7 @@ class BasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(size)
         self.conv2 = nn.Conv2d(size, size, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(size)
-        self.downsample = shortcut(channels, size, stride)
+        self.downsample = make_shortcut(channels, size, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """The block's sum, rectified."""
@@ -85,7 +85,7 @@ class WideBottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(inside)
         self.conv3 = nn.Conv2d(inside, size, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(size)
-        self.downsample = shortcut(channels, size, stride)
+        self.downsample = make_shortcut(channels, size, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """The block's sum, rectified."""
@@ -102,7 +102,7 @@ class ResNet(nn.Module):
     ``blocks`` says how many blocks each stage has, ``channels`` how wide it is. Stems: ``cifar``
     is a 3×3 convolution and a pool that halves the image (as in the paper's public code for
     ResNet18 and ResNet34), ``plain`` the convolution alone (ResNet56, ResNet110), ``imagenet`` a
-    7×7 convolution of stride 2 and the pool. Shortcuts are 1×1 convolutions with normalisation,
+    7×7 convolution of stride 2 and the pool. Shortcuts are 1×1 convolutions with normalization,
     also in the nets of three stages, where He et al. pad with zeros.
     """
 
@@ -123,14 +123,14 @@ class ResNet(nn.Module):
             )
         if stem not in STEMS:
             raise ValueError(f"stem '{stem}' is not known; choose one of: {', '.join(STEMS)}")
-        (size,) = narrowed(channels[:1], width)
+        (size,) = scale_widths(channels[:1], width)
         kernel, stride = (7, 2) if stem == "imagenet" else (3, 1)
         self.conv1 = nn.Conv2d(in_channels, size, kernel, stride, kernel // 2, bias=False)
         self.bn1 = nn.BatchNorm2d(size)
         self.maxpool = nn.Identity() if stem == "plain" else nn.MaxPool2d(3, 2, padding=1)
         self.stages = tuple(f"layer{i}" for i in range(1, len(blocks) + 1))
         for name, count, stage in zip(self.stages, blocks, channels, strict=True):
-            sizes = narrowed([stage * times for times in block.multiples], width)
+            sizes = scale_widths([stage * times for times in block.multiples], width)
             layers = []
             for i in range(count):
                 stride = 2 if i == 0 and name != "layer1" else 1
@@ -148,7 +148,7 @@ class ResNet(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all initial values again."""
-        redraw(self)
+        reinitialize(self)
 
 
 class PatchEmbedding(nn.Module):
@@ -194,7 +194,7 @@ class MLP(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention and a perceptron, each normalised first and with a shortcut around it."""
+    """Attention and a perceptron, each normalized first and with a shortcut around it."""
 
     def __init__(self, dim: int, heads: int, head_dim: int, mlp_dim: int) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class ViT(nn.Module):
                 f"heads share the dim equally, got dim {dim} and {heads} heads; choose a dim that "
                 "is a multiple of heads"
             )
-        dim, head_dim, mlp_dim = narrowed((dim, dim // heads, mlp_dim), width)
+        dim, head_dim, mlp_dim = scale_widths((dim, dim // heads, mlp_dim), width)
         num_tokens = (image_size // patch_size) ** 2 + 1
         self.patch_embed = PatchEmbedding(in_channels, dim, patch_size)
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim))
@@ -259,7 +259,7 @@ class ViT(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws all initial values again."""
-        redraw(self)
+        reinitialize(self)
         self._draw_places()
 
     def _draw_places(self) -> None:

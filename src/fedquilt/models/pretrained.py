@@ -15,32 +15,34 @@ from fedquilt.errors import ConfigError
 
 WRAPPERS = ("state_dict", "model")  # what training scripts put a state dict under
 COUNTERS = "num_batches_tracked"
-MOST_NAMES = 3  # in a sentence
+MAX_NAMES = 3  # in a sentence
 
 
-class Different(NamedTuple):
+class ShapeMismatch(NamedTuple):
     """A tensor that has one shape in the file and another in the model."""
 
     name: str
-    found: tuple[int, ...]
+    given: tuple[int, ...]
     expected: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} ({_shape(self.found)} there, {_shape(self.expected)} here)"
+        return (
+            f"{self.name} ({_format_shape(self.given)} there, {_format_shape(self.expected)} here)"
+        )
 
 
 @dataclass(frozen=True)
-class Matched:
+class LoadReport:
     """What a model has taken from a file; everything else in it kept its initial values.
 
-    ``counters`` are batch normalisation's counts of batches that only the file or only the model
+    ``counters`` are batch normalization's counts of batches that only the file or only the model
     has. Nothing depends on them, so they are never missed.
     """
 
     path: str
     loaded: tuple[str, ...]  # names in the model, as in all that follow but ``unused``
     missing: tuple[str, ...] = ()  # not in the file
-    different: tuple[Different, ...] = ()  # of another shape there
+    different: tuple[ShapeMismatch, ...] = ()  # of another shape there
     unused: tuple[str, ...] = ()  # names in the file that the model has not
     counters: tuple[str, ...] = ()
     wrapper: str = ""  # the entry of the file that held the weights, "" if it was the whole
@@ -63,36 +65,48 @@ class Matched:
             ("of no importance, in only one of them", self.counters),
         ):
             if which:
-                lines.append(f"  {what}: {_listed(which)}")
+                lines.append(f"  {what}: {_format_list(which)}")
         return "\n".join(lines)
 
 
-def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) -> Matched:
+def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) -> LoadReport:
     """Writes the weights of a file into a model, in place, and reports what fitted.
 
-    The file is ``.safetensors`` or a state dict written by ``torch.save``, also as the entry
-    ``state_dict`` or ``model`` of a dict. A prefix that its names have, such as ``module.``, is
-    left out: the one without which most of the model's names are found.
-
     The classifier head, which is the last layer of the model, may be of another number of classes
-    or not in the file; it then keeps its initial values. Anything else that does not fit is
-    refused before a value is written; with ``strict=False`` it is left out and reported.
+    or not in the file; it then keeps its initial values.
+
+    Args:
+        model: The model to write into.
+        path: A ``.safetensors`` file, or a state dict written by ``torch.save``, also as the entry
+            ``state_dict`` or ``model`` of a dict. A prefix that its names have, such as
+            ``module.``, is left out: the one without which most of the model's names are found.
+        strict: Whether anything else that does not fit is an error, raised before a value is
+            written. Otherwise it is left out and reported.
+
+    >>> import tempfile, torch, fedquilt as fq
+    >>> old = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> new = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 5))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save(old.state_dict(), f"{folder}/old.pt")
+    ...     report = fq.load_pretrained(new, f"{folder}/old.pt")
+    >>> report.loaded
+    ('0.weight', '0.bias')
     """
     tensors, others, wrapper = _read(Path(path))
     own = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    prefix = _prefix(tensors, own)
+    prefix = _find_prefix(tensors, own)
     source = {n.removeprefix(prefix): n for n in tensors} | {n: n for n in tensors if n in own}
     fitting = {n for n in own if n in source and tensors[source[n]].shape == own[n].shape}
     shared = {id(own[n]) for n in fitting}  # a tied tensor needs one of its names
     missing = [n for n in own if n not in source and id(own[n]) not in shared]
     used = {source[n] for n in own if n in source}
     unused = [n for n in tensors if n not in used] + others
-    report = Matched(
+    report = LoadReport(
         str(path),
         loaded=tuple(n for n in own if id(own[n]) in shared),
         missing=tuple(n for n in missing if not n.endswith(COUNTERS)),
         different=tuple(
-            Different(n, tuple(tensors[source[n]].shape), tuple(own[n].shape))
+            ShapeMismatch(n, tuple(tensors[source[n]].shape), tuple(own[n].shape))
             for n in own
             if n in source and n not in fitting
         ),
@@ -101,7 +115,7 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = True) 
         wrapper=wrapper,
         prefix=prefix,
     )
-    _refuse_what_does_not_fit(report, _head(model), strict=strict)
+    _refuse_what_does_not_fit(report, _find_head(model), strict=strict)
     with torch.no_grad():
         for name in fitting:
             own[name].copy_(tensors[source[name]])
@@ -113,13 +127,13 @@ def _read(path: Path) -> tuple[dict[str, Tensor], list[str], str]:
     if not path.is_file():
         raise ConfigError(f"the file of weights '{path}' does not exist")
     try:
-        content = _content(path)
+        content = _read_content(path)
     except Exception as problem:  # a foreign file can fail anywhere in a reader
         raise ConfigError(
             f"'{path}' cannot be read as weights; give a .safetensors file, or a state dict alone "
             "as torch.save(model.state_dict(), path) writes it"
         ) from problem
-    content, wrapper = _unwrapped(content)
+    content, wrapper = _unwrap(content)
     entries = content if isinstance(content, Mapping) else {}
     tensors = {str(n): t for n, t in entries.items() if isinstance(t, Tensor)}
     if not tensors:
@@ -130,13 +144,13 @@ def _read(path: Path) -> tuple[dict[str, Tensor], list[str], str]:
     return tensors, [str(n) for n, t in entries.items() if not isinstance(t, Tensor)], wrapper
 
 
-def _content(path: Path) -> Any:
+def _read_content(path: Path) -> Any:
     if path.suffix == ".safetensors":
         return load_file(path)
     return torch.load(path, map_location="cpu", weights_only=True)  # never runs code of the file
 
 
-def _unwrapped(content: Any) -> tuple[Any, str]:
+def _unwrap(content: Any) -> tuple[Any, str]:
     """A state dict, and the entries that it was under."""
     under: list[str] = []
     while isinstance(content, Mapping):
@@ -148,14 +162,14 @@ def _unwrapped(content: Any) -> tuple[Any, str]:
     return content, ".".join(under)
 
 
-def _prefix(found: Iterable[str], wanted: Collection[str]) -> str:
+def _find_prefix(found: Iterable[str], wanted: Collection[str]) -> str:
     """What to leave out of names so that most of the wanted ones are found; no more than needed.
 
-    >>> _prefix(["module.a.weight", "module.b.weight"], ["a.weight", "b.weight"])
+    >>> _find_prefix(["module.a.weight", "module.b.weight"], ["a.weight", "b.weight"])
     'module.'
-    >>> _prefix(["backbone.a.weight", "head.weight"], ["a.weight", "head.weight"])
+    >>> _find_prefix(["backbone.a.weight", "head.weight"], ["a.weight", "head.weight"])
     'backbone.'
-    >>> _prefix(["a.weight", "average.a.weight"], ["a.weight", "b.weight"])
+    >>> _find_prefix(["a.weight", "average.a.weight"], ["a.weight", "b.weight"])
     ''
     """
     behind: dict[str, set[str]] = {"": set()}
@@ -167,7 +181,7 @@ def _prefix(found: Iterable[str], wanted: Collection[str]) -> str:
     return max(behind, key=lambda prefix: (len(behind[prefix] | behind[""]), -len(prefix)))
 
 
-def _head(model: nn.Module) -> frozenset[str]:
+def _find_head(model: nn.Module) -> frozenset[str]:
     """Names of the tensors of the last layer."""
     names: list[str] = []
     for place, layer in model.named_modules():
@@ -176,18 +190,18 @@ def _head(model: nn.Module) -> frozenset[str]:
     return frozenset(names)
 
 
-def _refuse_what_does_not_fit(report: Matched, head: frozenset[str], *, strict: bool) -> None:
+def _refuse_what_does_not_fit(report: LoadReport, head: frozenset[str], *, strict: bool) -> None:
     """One sentence about weights of another model, or about the first names that do not fit."""
     start = f"the weights in '{report.path}' do not fit the model: "
     if not report.loaded:
         raise ConfigError(
             f"{start}no tensor has the name and the shape of one of its own, the file has "
-            f"{_listed(report.unused or report.different)}; give weights of this model"
+            f"{_format_list(report.unused or report.different)}; give weights of this model"
         )
     missing = [name for name in report.missing if name not in head]
-    different = [d for d in report.different if d.name not in head or d.found[1:] != d.expected[1:]]
+    different = [d for d in report.different if d.name not in head or d.given[1:] != d.expected[1:]]
     problems = [
-        f"{what} {_listed(which)}"
+        f"{what} {_format_list(which)}"
         for what, which in (
             ("not in the file:", missing),
             ("of another shape:", different),
@@ -202,12 +216,12 @@ def _refuse_what_does_not_fit(report: Matched, head: frozenset[str], *, strict: 
         )
 
 
-def _listed(items: Collection[object]) -> str:
+def _format_list(items: Collection[object]) -> str:
     """The first few, and how many more."""
-    first = ", ".join(str(item) for item in list(items)[:MOST_NAMES])
-    more = len(items) - MOST_NAMES
+    first = ", ".join(str(item) for item in list(items)[:MAX_NAMES])
+    more = len(items) - MAX_NAMES
     return f"{first} and {more} more" if more > 0 else first
 
 
-def _shape(sizes: tuple[int, ...]) -> str:
+def _format_shape(sizes: tuple[int, ...]) -> str:
     return "×".join(map(str, sizes)) or "a number"

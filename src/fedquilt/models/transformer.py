@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedquilt.models.heterofl import initialise
-from fedquilt.models.initial import redraw
-from fedquilt.models.nefl import narrowed
+from fedquilt.models.heterofl import initialize
+from fedquilt.models.initialization import reinitialize
+from fedquilt.models.nefl import scale_widths
 
 
 class SmallLinear(nn.Linear):
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and a perceptron with shortcuts, each sum normalised."""
+    """Attention and a perceptron with shortcuts, each sum normalized."""
 
     def __init__(self, dim: int, heads: int, head_dim: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class MaskedTransformer(nn.Module):
             )
         if not 0 <= mask_rate <= 1:
             raise ValueError(f"mask_rate is a fraction in [0, 1], got {mask_rate}")
-        dim, head_dim, hidden = narrowed((dim, dim // heads, hidden), width)
+        dim, head_dim, hidden = scale_widths((dim, dim // heads, hidden), width)
         self.mask_rate = mask_rate
         self.embedding = nn.Embedding(num_classes + 1, dim)
         self.positions = nn.Embedding(length, dim)
@@ -120,7 +120,7 @@ class MaskedTransformer(nn.Module):
         self.decoder = nn.Sequential(
             nn.Linear(dim, dim), nn.GELU(), nn.LayerNorm(dim), nn.Linear(dim, num_classes)
         )
-        initialise(self)
+        initialize(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (batch, length, classes) for tokens (batch, length)."""
@@ -130,15 +130,15 @@ class MaskedTransformer(nn.Module):
                 f"{tokens.shape[1]} tokens a text; cut texts, or make it with a larger length"
             )
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(self.hide(tokens)) + self.positions(places)
+        x = self.embedding(self.mask_tokens(tokens)) + self.positions(places)
         return self.decoder(self.layers(self.dropout(self.norm(x))))  # type: ignore[no-any-return]
 
-    def hide(self, tokens: Tensor) -> Tensor:
+    def mask_tokens(self, tokens: Tensor) -> Tensor:
         """The tokens, of which some are replaced by the one that stands for all hidden ones."""
         hidden = torch.rand(tokens.shape, device=tokens.device) < self.mask_rate
         return tokens.masked_fill(hidden, self.embedding.num_embeddings - 1)
 
     def reset_parameters(self) -> None:
         """Draws all initial values again."""
-        redraw(self)
-        initialise(self)
+        reinitialize(self)
+        initialize(self)

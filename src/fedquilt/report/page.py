@@ -1,15 +1,16 @@
-"""One page about one or several runs: tables, pictures, and the data behind them."""
+"""Writes a page about one or several runs: tables, figures, and the data behind them."""
 
 from __future__ import annotations
 
 import base64
-import html
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fedquilt.errors import CheckpointError
 from fedquilt.evaluation.accuracy import SizeScore
@@ -18,37 +19,32 @@ from fedquilt.evaluation.architectures import (
     ClientNet,
     Compression,
     Distances,
+    KeepRate,
     LayerCost,
-    Rate,
 )
 from fedquilt.evaluation.clients import ClientScore
-from fedquilt.evaluation.summary import main_accuracy, summarize
-from fedquilt.evaluation.targets import Reached
+from fedquilt.evaluation.summary import get_main_accuracy, summarize
+from fedquilt.evaluation.targets import TargetResult
+from fedquilt.formatting import format_percent, format_si
 from fedquilt.methods.method import SIZE_NAMES
-from fedquilt.report import figures
+from fedquilt.report import drawing, score_plots, subnet_plots
+from fedquilt.report.figures import Figure
 from fedquilt.report.records import LocalTest, Milestone
 from fedquilt.report.tables import (
     COLUMNS,
     MEANINGS,
-    by_domain,
-    head_of,
-    legend,
-    percent,
-    prefixed,
+    make_domain_rows,
+    make_header,
+    make_legend,
 )
 
-STYLE = (
-    "body{font:15px/1.5 sans-serif;max-width:64em;margin:2em auto;padding:0 1em}"
-    "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right}"
-    "tr+tr{border-top:1px solid #ddd}table+p,p+p{margin:0}img{max-width:100%}"
-)
-LONGEST_SLUG = 80  # of a picture's file name; a run's name may be as long as a file name can be
-WAYS = ("up", "down")
+TEMPLATE = "report.html.jinja"
+MAX_SLUG = 80  # characters of a figure's file name; the name of a run may be much longer
 
 
 @dataclass(frozen=True)
-class Story:
-    """What there is to tell of one run."""
+class RunReport:
+    """The data of one run that a report shows."""
 
     name: str
     about: Mapping[str, Any]
@@ -56,39 +52,66 @@ class Story:
     progress: Sequence[Milestone] = ()
     clients: Sequence[ClientScore] = ()
     shares: Mapping[str, float] = field(default_factory=dict)
-    steps: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # size -> block -> step
-    weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # mean absolute ones
-    architectures: Sequence[Architecture] = ()  # of clients that chose their nets
-    distances: Distances | None = None  # between these
-    nets: Sequence[ClientNet] = ()  # what clients' nets cost, chosen or not
-    mean_costs: Mapping[str, float] = field(default_factory=dict)  # over these
-    mean_shares: Mapping[str, float] = field(default_factory=dict)  # of the whole model's
-    traffic: Mapping[str, float] = field(default_factory=dict)  # bytes a round, up and down
-    rates: Sequence[Rate] = ()  # what chosen nets keep of each width group
-    layers: Sequence[LayerCost] = ()  # what they cost, layer by layer
-    compressions: Sequence[Compression] = ()  # how small they are, and how their labels diverge
+    steps: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by size and block
+    weights: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # mean absolute values
+    architectures: Sequence[Architecture] = ()  # of clients that chose their subnets
+    distances: Distances | None = None  # between these architectures
+    nets: Sequence[ClientNet] = ()  # the costs of clients' subnets, chosen or not
+    mean_costs: Mapping[str, float] = field(default_factory=dict)  # over clients
+    mean_shares: Mapping[str, float] = field(default_factory=dict)  # of the full model's
+    traffic: Mapping[str, float] = field(default_factory=dict)  # bytes per round, up and down
+    rates: Sequence[KeepRate] = ()  # the fraction of each width group that subnets keep
+    layers: Sequence[LayerCost] = ()  # the costs of each layer
+    compressions: Sequence[Compression] = ()  # sizes of subnets, divergence of labels
     correlation: float | None = None  # between the two
-    local_tests: Sequence[LocalTest] = ()  # of clients' own models, round by round
-    local: Mapping[int, float] = field(default_factory=dict)  # accuracy of each client's, the last
-    targets: Sequence[Reached] = ()  # rounds that it took to reach them
-    size_kind: str = "width"  # what sizes are fractions of
-    accuracy_is: str = MEANINGS["accuracy"]  # the accuracy of what, on which data
-    exceeds_budgets: str | None = None  # a sentence, if clients trained more than they can afford
+    local_tests: Sequence[LocalTest] = ()  # of local models, by round
+    local: Mapping[int, float] = field(default_factory=dict)  # last accuracy of each local model
+    targets: Sequence[TargetResult] = ()  # and the rounds to reach them
+    size_kind: str = "width"  # what a size is a fraction of
+    accuracy_is: str = MEANINGS["accuracy"]  # of which model, on which data
+    exceeds_budgets: str | None = None  # how, in a sentence
 
 
-def write(folder: Path, stories: Sequence[Story]) -> Path:
-    """Writes ``report.json``, the pictures and ``index.html``; the path of the page."""
+@dataclass(frozen=True)
+class _Table:
+    """A table of the page."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class _RunSection:
+    """What the page shows of one run."""
+
+    name: str
+    facts: str
+    sizes: _Table
+    notes: Sequence[str]
+    domains: _Table
+
+
+@dataclass(frozen=True)
+class _FigureSection:
+    """A figure of the page, with its PNG file in Base64."""
+
+    title: str
+    image: str
+    caption: str
+
+
+def write_page(folder: Path, reports: Sequence[RunReport]) -> Path:
+    """Writes ``report.json``, the figures and ``index.html``; returns the path of the page."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        data = {story.name: asdict(story) for story in stories}
+        data = {report.name: asdict(report) for report in reports}
         (folder / "report.json").write_text(json.dumps(data, indent=1))
-        pictures = []
-        for number, figure in enumerate(_figures(stories)):
-            path = folder / f"{number:02d}-{_slug(figure.title)}.png"
-            figures.draw(figure, path)
-            pictures.append((figure, path))
+        figures = [
+            _draw_figure(figure, folder / f"{number:02d}-{_make_slug(figure.title)}.png")
+            for number, figure in enumerate(_plot_figures(reports))
+        ]
         page = folder / "index.html"
-        page.write_text(_page(stories, pictures), encoding="utf-8", errors="replace")
+        page.write_text(_render_page(reports, figures), encoding="utf-8", errors="replace")
     except OSError as problem:
         raise CheckpointError(
             f"the report could not be written to {folder} ({problem})"
@@ -96,127 +119,123 @@ def write(folder: Path, stories: Sequence[Story]) -> Path:
     return page
 
 
-def _figures(stories: Sequence[Story]) -> list[figures.Figure]:
-    scores = {s.name: s.scores for s in stories}
-    kinds = {SIZE_NAMES[s.size_kind] for s in stories}
-    found = [*figures.by_size(scores, kinds), *figures.trade_off(scores)]
-    if any(s.progress for s in stories):
-        progress = {s.name: s.progress for s in stories}
-        found += [figures.by_clock(progress), *figures.by_traffic(progress)]
-    local = {s.name: s.local_tests for s in stories}
-    found += figures.by_round({s.name: s.progress for s in stories}, local)
-    found += figures.by_density({s.name: s.local for s in stories})
-    if any(s.clients for s in stories):
-        found.append(figures.by_client({s.name: s.clients for s in stories}))
-    if any(len(s.shares) > 1 for s in stories):
-        found.append(figures.by_group({s.name: s.shares for s in stories}))
-    found += figures.by_cost({s.name: s.nets for s in stories})
-    found += figures.by_divergence({s.name: s.compressions for s in stories})
-    for story in stories:
-        found += figures.by_block(f"Step sizes of {story.name}", "step size", story.steps)
-        title = f"Mean absolute weights of {story.name}"
-        found += figures.by_block(title, "mean |weight|", story.weights)
-        found += figures.by_layer(story.name, story.architectures, story.distances)
-        found += figures.by_rate(story.name, story.rates)
-        found += figures.by_layer_cost(story.name, story.layers)
-    return found
+def _plot_figures(reports: Sequence[RunReport]) -> list[Figure]:
+    scores = {r.name: r.scores for r in reports}
+    progress = {r.name: r.progress for r in reports}
+    kinds = {SIZE_NAMES[r.size_kind] for r in reports}
+    figures = [*score_plots.plot_by_size(scores, kinds), *score_plots.plot_trade_off(scores)]
+    if any(progress.values()):
+        figures += [score_plots.plot_by_time(progress), *score_plots.plot_by_traffic(progress)]
+    figures += score_plots.plot_by_round(progress, {r.name: r.local_tests for r in reports})
+    figures += score_plots.plot_density({r.name: r.local for r in reports})
+    if any(r.clients for r in reports):
+        figures.append(score_plots.plot_by_client({r.name: r.clients for r in reports}))
+    if any(len(r.shares) > 1 for r in reports):
+        figures.append(score_plots.plot_by_group({r.name: r.shares for r in reports}))
+    figures += subnet_plots.plot_by_cost({r.name: r.nets for r in reports})
+    figures += subnet_plots.plot_by_divergence({r.name: r.compressions for r in reports})
+    for report in reports:
+        name = report.name
+        figures += subnet_plots.plot_by_block(f"Step sizes of {name}", "step size", report.steps)
+        title = f"Mean absolute weights of {name}"
+        figures += subnet_plots.plot_by_block(title, "mean |weight|", report.weights)
+        figures += subnet_plots.plot_by_layer(name, report.architectures, report.distances)
+        figures += subnet_plots.plot_keep_rates(name, report.rates)
+        figures += subnet_plots.plot_layer_costs(name, report.layers)
+    return figures
 
 
-def _slug(title: str) -> str:
+def _draw_figure(figure: Figure, path: Path) -> _FigureSection:
+    drawing.draw_figure(figure, path)
+    image = base64.b64encode(path.read_bytes()).decode()
+    return _FigureSection(figure.title, image, figure.caption)
+
+
+def _make_slug(title: str) -> str:
     words = "".join(c if c.isalnum() else " " for c in title.lower()).split()
-    return "-".join(words)[:LONGEST_SLUG]
+    return "-".join(words)[:MAX_SLUG]
 
 
-def _page(stories: Sequence[Story], pictures: Sequence[tuple[figures.Figure, Path]]) -> str:
-    """The page in one file: pictures are part of it."""
-    parts = [f"<!doctype html><meta charset=utf-8><title>Fedquilt</title><style>{STYLE}</style>"]
-    for story in stories:
-        facts = ", ".join(f"{k} {v}" for k, v in story.about.items())
-        parts += [f"<h2>{html.escape(story.name)}</h2><p>{html.escape(facts)}</p>", _table(story)]
-        parts += [_summary(story), _domains(story)]
-    parts += [_means(stories), _targets(stories)]
-    for figure, path in pictures:
-        image, title = base64.b64encode(path.read_bytes()).decode(), html.escape(figure.title)
-        parts.append(f'<h3>{title}</h3><img alt="{title}" src="data:image/png;base64,{image}">')
-        if figure.caption:
-            parts.append(f"<p>{html.escape(figure.caption)}</p>")
-    return "\n".join(parts)
+def _render_page(reports: Sequence[RunReport], figures: Sequence[_FigureSection]) -> str:
+    """Renders the page as one file: figures are part of it."""
+    environment = Environment(
+        loader=PackageLoader("fedquilt.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(TEMPLATE).render(
+        runs=[_make_run_section(report) for report in reports],
+        costs=_make_cost_table(reports),
+        targets=_make_target_table(reports),
+        figures=figures,
+    )
 
 
-def _summary(story: Story) -> str:
-    """The worst size and the mean over sizes, and what to know of budgets."""
-    summary, lines = summarize(story.scores), []
-    if summary is not None and len(story.scores) > 1:
-        worst, mean = percent(summary.worst), percent(summary.mean)
-        lines.append(f"worst {worst}, mean {mean}: {summary.name} over sizes")
-    if story.exceeds_budgets is not None:
-        lines.append(story.exceeds_budgets)
-    return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-
-
-def _table(story: Story) -> str:
-    rows = [asdict(score) for score in story.scores]
+def _make_run_section(report: RunReport) -> _RunSection:
+    rows = [asdict(score) for score in report.scores]
     names = [n for n in COLUMNS if any(row.get(n) is not None for row in rows)]
-    head = head_of(names, story.size_kind)
-    table = _tabled(head, [[COLUMNS[name][1](row[name]) for name in names] for row in rows])
-    meanings = legend(names, story.size_kind, story.accuracy_is)
-    return table + "".join(f"<p>{html.escape(line)}</p>" for line in meanings)
+    sizes = _Table(
+        make_header(names, report.size_kind),
+        [[COLUMNS[name][1](row[name]) for name in names] for row in rows],
+    )
+    notes = make_legend(names, report.size_kind, report.accuracy_is)
+    summary = summarize(report.scores)
+    if summary is not None and len(report.scores) > 1:
+        worst, mean = format_percent(summary.worst), format_percent(summary.mean)
+        notes.append(f"worst {worst}, mean {mean}: {summary.name} over sizes")
+    if report.exceeds_budgets is not None:
+        notes.append(report.exceeds_budgets)
+    facts = ", ".join(f"{name} {value}" for name, value in report.about.items())
+    domains = _Table(*make_domain_rows([{**row, "kind": report.size_kind} for row in rows]))
+    return _RunSection(report.name, facts, sizes, notes, domains)
 
 
-def _domains(story: Story) -> str:
-    head, rows = by_domain([{**asdict(s), "kind": story.size_kind} for s in story.scores])
-    return "<p>User accuracy in each domain:</p>" + _tabled(head, rows) if rows else ""
-
-
-def _means(stories: Sequence[Story]) -> str:
+def _make_cost_table(reports: Sequence[RunReport]) -> _Table:
     """Accuracy and costs of runs side by side, in the mean over clients (ADDS, Table 3)."""
-    rows = []
-    for story in (s for s in stories if s.mean_costs):
-        largest = max(story.scores, key=lambda score: score.width, default=None)
-        accuracy = None if largest is None else main_accuracy(largest)
-        costs = [
-            f"{prefixed(story.mean_costs[name])} ({percent(story.mean_shares.get(name))})"
-            for name in ("params", "macs")
-        ]
-        sent = [prefixed(story.traffic[way], "B") if story.traffic else "-" for way in WAYS]
-        own = fmean(story.local.values()) if story.local else None
-        rows.append([story.name, percent(accuracy), percent(own), *costs, *sent])
-    if not rows:
-        return ""
     costs = ["parameters", "MACs", "sent a round", "received a round"]
-    head = ["", "accuracy", "own models' accuracy", *costs]
-    return "<h3>In the mean over clients (and of the whole model)</h3>" + _tabled(head, rows)
+    header = ["", "accuracy", "local accuracy", *costs]
+    return _Table(header, [_make_cost_row(report) for report in reports if report.mean_costs])
 
 
-def _targets(stories: Sequence[Story]) -> str:
-    """Rounds to each accuracy, and how many times as fast as the first run (ADDS, Table 4)."""
-    wanted = [reached.target for reached in stories[0].targets] if stories else []
-    if not wanted:
-        return ""
-    head, rows = ["", *map(percent, wanted)], []
-    knows_local = any(story.local_tests for story in stories)
-    head += [f"own models {percent(target)}" for target in wanted] if knows_local else []
-    for story in stories:
-        cells = [_rounds(r.rounds, r.speed_up) for r in story.targets]
-        if knows_local:
-            own = [_rounds(r.local_rounds, r.local_speed_up) for r in story.targets]
-            cells += own if story.local_tests else [""] * len(own)
-        rows.append([story.name, *cells])
-    return "<h3>Rounds to an accuracy</h3>" + _tabled(head, rows)
+def _make_cost_row(report: RunReport) -> list[str]:
+    largest = max(report.scores, key=lambda score: score.width, default=None)
+    accuracy = None if largest is None else get_main_accuracy(largest)
+    local_accuracy = fmean(report.local.values()) if report.local else None
+    costs = [
+        f"{format_si(report.mean_costs[name])} ({format_percent(report.mean_shares.get(name))})"
+        for name in ("params", "macs")
+    ]
+    traffic = report.traffic
+    sent = [format_si(traffic[way], "B") if traffic else "-" for way in ("up", "down")]
+    return [report.name, format_percent(accuracy), format_percent(local_accuracy), *costs, *sent]
 
 
-def _rounds(rounds: int | None, speed_up: float | None) -> str:
-    """Rounds as tables show them.
+def _make_target_table(reports: Sequence[RunReport]) -> _Table:
+    """Rounds to each accuracy, and the speed-up over the first run (ADDS, Table 4)."""
+    targets = [format_percent(result.target) for result in reports[0].targets] if reports else []
+    if not targets:
+        return _Table((), ())
+    has_local = any(report.local_tests for report in reports)
+    rows = []
+    for report in reports:
+        row = [report.name, *(_format_rounds(r.rounds, r.speed_up) for r in report.targets)]
+        if has_local and report.local_tests:
+            row += [_format_rounds(r.local_rounds, r.local_speed_up) for r in report.targets]
+        elif has_local:
+            row += [""] * len(targets)
+        rows.append(row)
+    local = [f"local models {target}" for target in targets] if has_local else []
+    return _Table(["", *targets, *local], rows)
 
-    >>> _rounds(34, 41 / 34), _rounds(41, None), _rounds(None, None)
+
+def _format_rounds(rounds: int | None, speed_up: float | None) -> str:
+    """Rounds, and the speed-up where it is known.
+
+    >>> _format_rounds(34, 41 / 34), _format_rounds(41, None), _format_rounds(None, None)
     ('34 (1.21 ×)', '41', '—')
     """
     if rounds is None:
         return "—"
     return f"{rounds}" if speed_up is None else f"{rounds} ({speed_up:.2f} ×)"
-
-
-def _tabled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["".join(f"<th>{html.escape(word)}</th>" for word in head)]
-    lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"

@@ -1,122 +1,141 @@
-"""A run as it goes: a live display on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: a live display on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.progress_bar import ProgressBar as RichProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fedquilt.evaluation.accuracy import SizeScore
-from fedquilt.evaluation.summary import main_accuracy
-from fedquilt.federation.client import called
-from fedquilt.report.tables import percent
-from fedquilt.runs.health import Finding
-from fedquilt.runs.loop import (
+from fedquilt.federation.client import client_label
+from fedquilt.formatting import format_duration, format_percent
+from fedquilt.runs.event_lines import SEPARATOR, describe_accuracies, describe_event
+from fedquilt.runs.events import (
     CheckpointDamaged,
+    CheckpointSaved,
     ClientDone,
     ClientProgress,
+    EnvironmentChanged,
     Evaluated,
     Event,
-    Moved,
-    Noticed,
+    ProblemFound,
     RoundDone,
-    RoundLost,
+    RoundRepeated,
     RoundStarted,
-    Saved,
+    WaitingForLock,
 )
 
-ALWAYS_SAID = ClientDone | Moved | CheckpointDamaged | Noticed  # also beside a live display
-SHORTEST_WAIT = 0.1  # seconds between two pictures of the live display
-LONGEST_SILENCE = 10.0  # seconds of a round without a line, if its clients tell how far they are
+PRINTED_WHILE_LIVE = (
+    ClientDone | EnvironmentChanged | CheckpointDamaged | ProblemFound | WaitingForLock
+)
+REFRESH_INTERVAL = 0.1  # seconds between two updates of the live display, at least
+LINE_INTERVAL = 10.0  # seconds between two lines about clients' progress in a long round
 
 
 @dataclass
-class Seen:
-    """What the events have told so far."""
+class ProgressState:
+    """The progress of a run, as its events have reported it.
 
-    total: int
+    Args:
+        num_rounds: The rounds of all phases.
+        clock: Tells the time in seconds.
+    """
+
+    num_rounds: int
     clock: Callable[[], float] = time.monotonic
-    round: int = 0  # the one at work
-    finished: int = 0  # rounds that are over, earlier sittings included
+    round: int = 0  # the current one
+    finished_rounds: int = 0  # also those before the run was resumed
     phase: str = "starting"
     num_tasks: int = 0
     num_done: int = 0
-    under_way: dict[int, float] = field(default_factory=dict)  # client -> share that is done
+    client_progress: dict[int, float] = field(default_factory=dict)  # fraction done, by client
     loss: float | None = None
-    local: float | None = None  # accuracy of clients' own models, in the mean
-    evaluated: Evaluated | None = None
+    local_accuracy: float | None = None  # mean over clients
+    evaluation: Evaluated | None = None
     num_failures: int = 0
-    _start: tuple[float, float] | None = None  # time and rounds at the first event
+    _start: tuple[float, float] | None = None  # time and finished rounds at the first event
 
-    def note(self, event: Event) -> None:
-        """Takes an event in."""
+    def update(self, event: Event) -> None:
+        """Takes an event into account."""
         match event:
             case RoundStarted():
-                self.round, self.phase, self.total = event.round, event.phase, event.total
-                self.num_tasks, self.num_done, self.under_way = event.num_tasks, 0, {}
+                self.round, self.phase, self.num_rounds = event.round, event.phase, event.total
+                self.num_tasks, self.num_done, self.client_progress = event.num_tasks, 0, {}
                 if self._start is None:
-                    self.finished = max(event.round - 1, 0)
-                    self._start = self.clock(), self.finished
+                    self.finished_rounds = max(event.round - 1, 0)
+                    self._start = self.clock(), self.finished_rounds
             case ClientProgress():
-                self.under_way[event.client] = event.done
+                self.client_progress[event.client] = event.done
             case ClientDone():
-                self.under_way.pop(event.client, None)
+                self.client_progress.pop(event.client, None)
                 self.num_done += 1
                 self.num_failures += event.problem is not None
             case RoundDone():
-                self.finished, self.loss = event.round, event.loss
-                self.local = event.local_accuracy
+                self.finished_rounds, self.loss = event.round, event.loss
+                self.local_accuracy = event.local_accuracy
             case Evaluated():
-                self.evaluated = event
-            case Saved() | Moved() | CheckpointDamaged() | Noticed():
+                self.evaluation = event
+            case (
+                CheckpointSaved()
+                | EnvironmentChanged()
+                | CheckpointDamaged()
+                | ProblemFound()
+                | RoundRepeated()
+                | WaitingForLock()
+            ):
                 pass
 
     @property
-    def clients(self) -> float:
-        """Clients that are done, and the parts of those under way."""
-        return self.num_done + sum(self.under_way.values())
+    def clients_done(self) -> float:
+        """The clients that are done, and the fractions of the others."""
+        return self.num_done + sum(self.client_progress.values())
 
     @property
-    def rounds(self) -> float:
-        """Rounds that are over, and the part of the one at work."""
-        at_work = self.round > self.finished and self.num_tasks > 0
-        return self.finished + (self.clients / self.num_tasks if at_work else 0)
+    def rounds_done(self) -> float:
+        """The rounds that are finished, and the fraction of the current one."""
+        is_running = self.round > self.finished_rounds and self.num_tasks > 0
+        return self.finished_rounds + (self.clients_done / self.num_tasks if is_running else 0)
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace so far; None while there is none."""
-        if self._start is None or self.rounds <= self._start[1]:
+        """The remaining time at the speed so far; None while that is not known."""
+        if self._start is None or self.rounds_done <= self._start[1]:
             return None
         seconds, first = self.clock() - self._start[0], self._start[1]
-        return seconds / (self.rounds - first) * (self.total - self.rounds)
+        return seconds / (self.rounds_done - first) * (self.num_rounds - self.rounds_done)
 
 
-class Watch:
-    """Shows the events of a run on a console, between ``with`` and its end."""
+class ProgressBar:
+    """A callback that shows the events of a run on a console; use it with ``with``.
+
+    Args:
+        console: A terminal gets a live display, anything else one line per event.
+        num_rounds: The rounds of the run, until its first event tells.
+        clock: Tells the time in seconds.
+    """
 
     def __init__(
         self, console: Console, num_rounds: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console, self._clock, self._seen = console, clock, Seen(num_rounds, clock)
+        self._console, self._clock, self._state = console, clock, ProgressState(num_rounds, clock)
         is_live = console.is_interactive and console.file.isatty()
-        # no thread of its own: workers are forked from this process
+        # without a refreshing thread: workers are forked from this process
         self._live = Live(console=console, auto_refresh=False, transient=True) if is_live else None
-        self._drawn = float("-inf")
-        self._silent_since = clock()
+        self._last_refresh = float("-inf")
+        self._last_line = clock()
 
     @property
     def num_rounds(self) -> int:
-        """The rounds of the whole run, as far as is known."""
-        return self._seen.total
+        """The rounds of the whole run, as far as it is known."""
+        return self._state.num_rounds
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ProgressBar:
         """Starts the live display."""
         if self._live is not None:
             self._live.start()
@@ -128,135 +147,77 @@ class Watch:
         problem: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Takes the live display away."""
+        """Removes the live display."""
         if self._live is not None:
             self._live.stop()
 
     def __call__(self, event: Event) -> None:
-        """Shows what an event changes."""
-        self._seen.note(event)
-        line = sentence(event, self._seen.total)
-        if line and (self._live is None or isinstance(event, ALWAYS_SAID)):
+        """Shows an event."""
+        self._state.update(event)
+        line = describe_event(event, self._state.num_rounds)
+        if line and (self._live is None or isinstance(event, PRINTED_WHILE_LIVE)):
             self._print(line)
         if self._live is not None:
-            self._draw(self._live, is_due=not isinstance(event, ClientDone | ClientProgress))
+            self._refresh(self._live, is_due=not isinstance(event, ClientDone | ClientProgress))
         elif isinstance(event, RoundStarted):
-            self._silent_since = self._clock()
+            self._last_line = self._clock()
         elif isinstance(event, ClientProgress):
-            self._break_silence()
+            self._print_client_progress()
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _break_silence(self) -> None:
-        line, now = shares(self._seen), self._clock()
-        if line and now - self._silent_since >= LONGEST_SILENCE:
-            self._silent_since = now
+    def _print_client_progress(self) -> None:
+        line, now = describe_client_progress(self._state), self._clock()
+        if line and now - self._last_line >= LINE_INTERVAL:
+            self._last_line = now
             self._print(line)
 
-    def _draw(self, live: Live, *, is_due: bool) -> None:
+    def _refresh(self, live: Live, *, is_due: bool) -> None:
         now = self._clock()
-        if is_due or now - self._drawn >= SHORTEST_WAIT:
-            self._drawn = now
-            live.update(picture(self._seen), refresh=True)
+        if is_due or now - self._last_refresh >= REFRESH_INTERVAL:
+            self._last_refresh = now
+            live.update(render_progress(self._state), refresh=True)
 
 
-class Lines:
-    """Hands the lines about a run's events to whoever writes them."""
+def describe_client_progress(state: ProgressState) -> str:
+    """How far each client is, in one line; an empty one if no client is at work.
 
-    def __init__(self, write: Callable[[str], None], num_rounds: int) -> None:
-        self._write, self._total = write, num_rounds
-
-    def __call__(self, event: Event) -> None:
-        """Writes what there is to say."""
-        if isinstance(event, RoundStarted):
-            self._total = event.total
-        line = sentence(event, self._total)
-        if line:
-            self._write(line)
-
-
-def sentence(event: Event, total: int) -> str:
-    """What a line says about an event; nothing about most clients."""
-    match event:
-        case ClientDone(problem=str() as problem):
-            who = called(event.client)
-            return f"{who} failed: {problem.removeprefix(f'{who} ')}"
-        case RoundDone():
-            failed = f", {len(event.failures)} failed" if event.failures else ""
-            loss = "" if event.loss is None else f"loss {event.loss:.4f}, "
-            own = "" if not event.local else f"own models {percent(event.local_accuracy)}, "
-            clients = f"{event.num_clients} clients{failed}"
-            return f"round {event.round}/{total}: {loss}{own}{clients}, {event.seconds:.1f} s"
-        case RoundLost():
-            found = f"{event.num_clients} of {event.quorum} answers that are needed"
-            return f"round {event.round}/{total}: {found}; it is done again"
-        case Evaluated():
-            return f"round {event.round}/{total}: accuracy {_accuracies(event.scores)}"
-        case CheckpointDamaged():
-            return f"{event.problem}; the run goes on from its checkpoint of round {event.round}"
-        case Noticed(finding=finding):
-            return f"round {event.round}/{total}: {said(finding)}"
-        case Moved():
-            return (
-                f"the run goes on after round {event.round}, but not where it was "
-                f"({event.change}): its last bits may differ from those of one that stayed"
-            )
-    return ""
-
-
-def said(finding: Finding) -> str:
-    """A finding in one line.
-
-    >>> said(Finding("loss", True, "the training loss does not fall"))
-    'warning: the training loss does not fall'
+    >>> state = ProgressState(131, round=31, phase="search")
+    >>> state.client_progress.update({4: 0.104, 3: 0.42, 5: 1.0})
+    >>> describe_client_progress(state)
+    'round 31/131 (search) · client 3 42%, client 4 10%'
     """
-    return f"{'warning' if finding.is_severe else 'note'}: {finding.sentence}"
+    clients = [
+        f"{client_label(client)} {fraction:.0%}"
+        for client, fraction in sorted(state.client_progress.items())
+        if fraction < 1
+    ]
+    if not clients:
+        return ""
+    return f"round {state.round}/{state.num_rounds} ({state.phase}){SEPARATOR}{', '.join(clients)}"
 
 
-def shares(seen: Seen) -> str:
-    """What a line says about clients under way; nothing if there are none.
-
-    >>> shares(Seen(131, round=31, phase="search", under_way={4: 0.104, 3: 0.42, 5: 1.0}))
-    'round 31/131 (search): client 3 42%, client 4 10%'
-    """
-    found = [f"{called(c)} {d:.0%}" for c, d in sorted(seen.under_way.items()) if d < 1]
-    return f"round {seen.round}/{seen.total} ({seen.phase}): {', '.join(found)}" if found else ""
-
-
-def _accuracies(scores: Sequence[SizeScore]) -> str:
-    return ", ".join(f"{percent(main_accuracy(s))} at {s.width:g}" for s in scores)
-
-
-def picture(seen: Seen) -> RenderableType:
-    """The live display: how far, how well, how long."""
+def render_progress(state: ProgressState) -> RenderableType:
+    """Renders the live display."""
     bar = Table.grid(padding=(0, 1))
+    seconds = state.seconds_left
     bar.add_row(
-        Text(f"round {seen.round}/{seen.total}"),
-        ProgressBar(total=seen.total, completed=seen.rounds, width=32),
-        Text("" if seen.seconds_left is None else f"{_clock(seen.seconds_left)} left"),
+        Text(f"round {state.round}/{state.num_rounds}"),
+        RichProgressBar(total=state.num_rounds, completed=state.rounds_done, width=32),
+        Text("" if seconds is None else f"{format_duration(seconds)} left"),
     )
-    num_done = f"{seen.clients:.1f}" if seen.under_way else seen.num_done
-    facts = [seen.phase, f"{num_done}/{seen.num_tasks} clients"]
-    if seen.loss is not None:
-        facts.append(f"loss {seen.loss:.4f}")
-    if seen.local is not None:
-        facts.append(f"own models {percent(seen.local)}")
-    if seen.num_failures:
-        facts.append(f"{seen.num_failures} failed")
-    lines: list[RenderableType] = [bar, Text(" · ".join(facts))]
-    if seen.evaluated is not None:
-        known = f"after round {seen.evaluated.round}: {_accuracies(seen.evaluated.scores)}"
-        lines.append(Text(known, style="dim"))
+    num_done = f"{state.clients_done:.1f}" if state.client_progress else state.num_done
+    facts = [state.phase, f"{num_done}/{state.num_tasks} clients"]
+    if state.loss is not None:
+        facts.append(f"loss {state.loss:.4f}")
+    if state.local_accuracy is not None:
+        facts.append(f"local accuracy {format_percent(state.local_accuracy)}")
+    if state.num_failures:
+        facts.append(f"{state.num_failures} failed")
+    lines: list[RenderableType] = [bar, Text(SEPARATOR.join(facts))]
+    if state.evaluation is not None:
+        accuracies = describe_accuracies(state.evaluation.scores)
+        text = f"accuracy after round {state.evaluation.round}: {accuracies}"
+        lines.append(Text(text, style="dim"))
     return Group(*lines)
-
-
-def _clock(seconds: float) -> str:
-    """Hours, minutes and seconds.
-
-    >>> _clock(83.4), _clock(7384)
-    ('1:23', '2:03:04')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
 from fedquilt.evaluation.accuracy import SizeScore
-from fedquilt.evaluation.summary import main_accuracy
-from fedquilt.runs.records import of_known_shape, read_records, read_times
+from fedquilt.evaluation.summary import get_main_accuracy
+from fedquilt.runs.directory import RunDirectory
+from fedquilt.runs.records import is_known_record, read_records, read_times
 
 
 @dataclass(frozen=True)
@@ -38,39 +38,29 @@ class LocalTest:
     clients: int  # how many
 
 
-@of_known_shape
-def local_tests(folder: Path) -> list[LocalTest]:
+@is_known_record
+def read_local_tests(directory: RunDirectory) -> list[LocalTest]:
     """Every round in which clients tested their own models."""
     return [
         LocalTest(record["round"], record["phase"], fmean(local.values()), len(local))
-        for record in read_records(folder)
+        for record in read_records(directory)
         if (local := record.get("local"))
     ]
 
 
-@of_known_shape
-def last_local(folder: Path) -> dict[int, float]:
+@is_known_record
+def read_last_local_tests(directory: RunDirectory) -> dict[int, float]:
     """What each client's own model got the last time that it was tested."""
     found: dict[int, float] = {}
-    for record in read_records(folder):
+    for record in read_records(directory):
         found |= {int(client): value for client, value in record.get("local", {}).items()}
     return dict(sorted(found.items()))
 
 
-@of_known_shape
-def bytes_sent(folder: Path) -> dict[int, float]:
-    """What each client sent in a round in which it took part, in the mean; codes are short."""
-    found: dict[int, list[int]] = {}
-    for record in read_records(folder):
-        for client, count in record.get("sent", {}).items():
-            found.setdefault(int(client), []).append(count)
-    return {client: fmean(counts) for client, counts in sorted(found.items())}
-
-
-@of_known_shape
-def traffic(folder: Path) -> dict[str, float]:
+@is_known_record
+def read_traffic(directory: RunDirectory) -> dict[str, float]:
     """Bytes that a client sends and receives in a round of the last phase, in the mean."""
-    rounds = [record for record in read_records(folder) if "scores" not in record]
+    rounds = [record for record in read_records(directory) if "scores" not in record]
     rounds = [record for record in rounds if record["phase"] == rounds[-1]["phase"]]
     answered = sum(record["num_clients"] for record in rounds)
     asked = answered + sum(len(record["failures"]) for record in rounds)
@@ -82,17 +72,17 @@ def traffic(folder: Path) -> dict[str, float]:
     }
 
 
-@of_known_shape
-def milestones(folder: Path) -> list[Milestone]:
+@is_known_record
+def read_milestones(directory: RunDirectory) -> list[Milestone]:
     """Every evaluation of a run, in order."""
     found: list[Milestone] = []
     seconds, spent = 0.0, {0: 0.0}
-    for record in read_times(folder):
+    for record in read_times(directory):
         if record["event"] == "RoundDone":
             seconds += record["seconds"]
             spent[record["round"]] = seconds
     phase, sent = "", 0
-    for record in read_records(folder):
+    for record in read_records(directory):
         if "scores" not in record:
             phase, sent = record["phase"], sent + record["bytes_down"] + record["bytes_up"]
         elif record["scores"]:
@@ -105,15 +95,15 @@ def milestones(folder: Path) -> list[Milestone]:
 Dated = TypeVar("Dated", Milestone, LocalTest)
 
 
-def in_last_phase(progress: Sequence[Dated]) -> list[Dated]:
+def filter_last_phase(progress: Sequence[Dated]) -> list[Dated]:
     """What belongs to the last phase: earlier ones may train other nets than the one in the end."""
     return [event for event in progress if event.phase == progress[-1].phase]
 
 
-def bytes_to_reach(
+def count_bytes_to_reach(
     progress: Sequence[Milestone],
     accuracy: float,
-    of: Callable[[SizeScore], float | None] = main_accuracy,
+    of: Callable[[SizeScore], float | None] = get_main_accuracy,
 ) -> int | None:
     """What had been sent at the first evaluation with at least this accuracy; None: there is none.
 

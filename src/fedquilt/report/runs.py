@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedquilt.errors import ConfigError
-from fedquilt.evaluation.targets import checked_target
-from fedquilt.report.page import write
-from fedquilt.report.stories import compared, told
+from fedquilt.evaluation.targets import validate_target
+from fedquilt.report.page import write_page
+from fedquilt.report.run_report import build_report, compare_reports
 from fedquilt.runs.run import Run
 
 
-def report(
+def write_report(
     runs: Sequence[Run],
     out: str | Path = "report",
     *,
@@ -21,23 +21,46 @@ def report(
     clients: bool = True,
     workers: int | None = None,
 ) -> Path:
-    """Writes one page about runs: tables, pictures, and the data behind them; its path.
+    """Writes one page about runs: tables, pictures, and the data behind them.
 
-    Client by client too, where a run has its clients: those that it was trained with, or that
-    ``open_run`` was given. ``targets`` are accuracies, such as 0.4: how many rounds it took to
-    reach them. What happened on the way is known of runs that were kept, with ``out=...``.
+    What happened on the way is known of runs that were kept, with ``out=...``.
+
+    Args:
+        runs: The runs to compare.
+        out: The directory of the page.
+        targets: Accuracies, such as 0.4: the page says how many rounds it took to reach them.
+        clients: Whether to report client by client too, for runs that have their clients: those
+            that were just trained, or that ``open_run`` was given clients for.
+        workers: The number of processes that evaluate clients; None: one per core, 0: this process.
+
+    Returns:
+        The path of the page.
+
+    >>> import tempfile, torch, fedquilt as fq
+    >>> inputs, labels = torch.rand(12, 4), torch.arange(12) % 3
+    >>> clients = fq.make_clients((inputs, labels), test=(inputs, labels), count=2)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> run = fq.train(model, inputs[:1], "fedavg", clients, rounds=1, workers=0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fq.write_report([run], folder, clients=False).name
+    'index.html'
     """
-    if isinstance(runs, Run) or not runs:
+    if isinstance(runs, (Run, str, Path)) or not runs:
         raise ConfigError("a report is about a list of one or more runs; write [run]")
-    wanted = [checked_target(accuracy) for accuracy in targets]
+    for run in runs:
+        if not isinstance(run, Run):
+            raise ConfigError(
+                f"a report is about runs, got {run!r}; open it with fedquilt.open_run"
+            )
+    wanted = [validate_target(accuracy) for accuracy in targets]
     stories = [
-        told(name, run, run.population if clients else None, workers=workers)
-        for name, run in zip(_names(runs), runs, strict=True)
+        build_report(name, run, run.population if clients else None, workers=workers)
+        for name, run in zip(_name_runs(runs), runs, strict=True)
     ]
-    return write(Path(out), compared(stories, wanted))
+    return write_page(Path(out), compare_reports(stories, wanted))
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
+def _name_runs(runs: Sequence[Run]) -> list[str]:
     """A name for each run: its folder's, its method's if it has none; with numbers if need be."""
     plain = [type(run.method).__name__ if run.folder is None else run.folder.name for run in runs]
     seen: Counter[str] = Counter()

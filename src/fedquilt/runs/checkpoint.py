@@ -8,77 +8,82 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedquilt.errors import CheckpointError, DamageError
+from fedquilt.errors import CheckpointError, CorruptFileError
 from fedquilt.federation.state import State
-from fedquilt.files import read_document, read_tensors, sync, write_document, write_tensors
-from fedquilt.runs.origin import Origin
+from fedquilt.files import fsync, read_document, read_tensors, write_document, write_tensors
+from fedquilt.runs.directory import FORMAT_VERSION
+from fedquilt.runs.environment import Environment
 from fedquilt.runs.records import Mark
 from fedquilt.structure.subnet import Subnet
 
-FORMAT, VERSION = "fedquilt-checkpoint", 2  # version 1 knows no hash of itself and of records
-KEPT = 2  # checkpoints that stay
+FORMAT = "fedquilt-checkpoint"
+PARAMS_FILE, SERVER_FILE = "params.safetensors", "server.safetensors"
+STATE_FILE = "state.json"
+MAX_KEPT = 2  # older checkpoints are removed
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """A state, and the versions of what clients keep that belong to it.
 
-    ``origins`` are where it was computed, one after another. ``records`` is how far the run's
-    records belong to it.
+    ``environments`` are where it was computed, one after another. ``records`` marks how far the
+    run's records belong to it.
     """
 
     state: State
-    kept: Mapping[int, int]
-    origins: tuple[Origin, ...] = ()
+    client_versions: Mapping[int, int]
+    environments: tuple[Environment, ...] = ()
     records: Mark | None = None
 
 
-def save(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
     """Writes a checkpoint beside the earlier ones; a failure leaves those as they were."""
     state = checkpoint.state
     final = folder / f"round-{state.round:06d}"
     part = folder / f".{final.name}.part"
     try:
-        tidy(folder)
+        remove_leftovers(folder)
         part.mkdir(parents=True)
-        digest = write_tensors(part / "params.safetensors", state.params)
-        about = {
+        digest = write_tensors(part / PARAMS_FILE, state.params)
+        document = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": FORMAT_VERSION,
             "fingerprint": fingerprint,
             "round": state.round,
             "phase": state.phase,
-            "memory": state.memory,
-            "kept": {str(c): v for c, v in checkpoint.kept.items()},
-            "chosen": {str(c): s.encode().decode() for c, s in state.chosen.items()},
-            "origins": checkpoint.origins,
+            "method_state": state.method_state,
+            "client_versions": {str(c): v for c, v in checkpoint.client_versions.items()},
+            "chosen_subnets": {
+                str(c): s.encode().decode() for c, s in state.chosen_subnets.items()
+            },
+            "environments": checkpoint.environments,
             "records": checkpoint.records,
             "sha256": digest,
         }
-        if state.server:
-            about["server"] = write_tensors(part / "server.safetensors", state.server)
-        write_document(part / "state.json", about)
-        discard(final)
+        if state.server_tensors:
+            document["server"] = write_tensors(part / SERVER_FILE, state.server_tensors)
+        write_document(part / STATE_FILE, document)
+        remove_checkpoint(final)
         part.rename(final)
-        sync(folder)
+        fsync(folder)
     except OSError as problem:
         shutil.rmtree(part, ignore_errors=True)
         raise CheckpointError(
             f"the checkpoint of round {state.round} could not be written to {folder} ({problem}); "
-            f"{_what_is_left(folder)}; make room and resume"
+            f"{_list_leftovers(folder)}; make room and resume"
         ) from problem
-    for old in saved(folder)[:-KEPT]:
-        discard(old)
+    for old in list_checkpoints(folder)[:-MAX_KEPT]:
+        remove_checkpoint(old)
     return final
 
 
-def tidy(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Removes what a run left that was killed while it wrote or removed a checkpoint."""
     for left in folder.glob(".round-*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def discard(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Removes a checkpoint, so that at no moment a part of one looks like a whole one."""
     if path.exists():
         gone = path.with_name(f".{path.name}.old")
@@ -87,67 +92,67 @@ def discard(path: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _what_is_left(folder: Path) -> str:
-    left = saved(folder)
+def _list_leftovers(folder: Path) -> str:
+    left = list_checkpoints(folder)
     return f"the last good one is {left[-1].name}" if left else "there is no earlier one"
 
 
-def saved(folder: Path) -> list[Path]:
+def count_saved_rounds(folder: Path) -> int:
+    """The rounds of the newest checkpoint; 0 if there is none."""
+    paths = list_checkpoints(folder)
+    return int(paths[-1].name.removeprefix("round-")) if paths else 0
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     return sorted(folder.glob("round-*"))
 
 
-def load(path: Path, fingerprint: str | None = None) -> Checkpoint:
+def load_checkpoint(path: Path, fingerprint: str | None = None) -> Checkpoint:
     """Reads a checkpoint, and refuses one that is damaged or of another run."""
-    about = _read_about(path)
+    document = _read_document(path)
     try:
-        if fingerprint is not None and about["fingerprint"] != fingerprint:
+        if fingerprint is not None and document["fingerprint"] != fingerprint:
             raise CheckpointError(
                 f"{path} belongs to another run (its model, method, clients or seed differ); "
-                "resume with the settings it was started with, or choose another --out"
+                "resume with the settings it was started with, or choose another directory: "
+                'out="..."'
             )
-        params = read_tensors(path / "params.safetensors", about["sha256"])
-        digest = about.get("server")  # few methods keep tensors on the server
-        server = {} if digest is None else read_tensors(path / "server.safetensors", digest)
-        chosen = {int(c): Subnet.decode(s.encode()) for c, s in about["chosen"].items()}
-        state = State(about["round"], about["phase"], params, about["memory"], server, chosen)
-        return Checkpoint(state, _kept(about), tuple(about["origins"]), about["records"])
+        params = read_tensors(path / PARAMS_FILE, document["sha256"])
+        digest = document.get("server")  # few methods keep tensors on the server
+        server = {} if digest is None else read_tensors(path / SERVER_FILE, digest)
+        chosen = {int(c): Subnet.decode(s.encode()) for c, s in document["chosen_subnets"].items()}
+        state = State(
+            document["round"], document["phase"], params, document["method_state"], server, chosen
+        )
+        return Checkpoint(
+            state, _parse_versions(document), tuple(document["environments"]), document["records"]
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
-        raise DamageError(f"{path} is damaged: its state.json is of another shape") from problem
+        raise CorruptFileError(
+            f"{path} is damaged: its {STATE_FILE} is of another shape"
+        ) from problem
 
 
-def load_newest(folder: Path, fingerprint: str) -> Checkpoint | None:
-    """The newest checkpoint that is not damaged; None if there are none at all."""
-    problem: DamageError | None = None
-    for path in reversed(saved(folder)):
-        try:
-            return load(path, fingerprint)
-        except DamageError as found:
-            problem = problem or found
-    if problem is not None:
-        raise problem
-    return None
-
-
-def kept_of(path: Path) -> dict[int, int]:
+def read_client_versions(path: Path) -> dict[int, int]:
     """The versions of what clients keep that belong to a checkpoint; none to a damaged one."""
     try:
-        return _kept(_read_about(path))
+        return _parse_versions(_read_document(path))
     except CheckpointError:
         return {}
 
 
-def _kept(about: Mapping[str, Any]) -> dict[int, int]:
-    return {int(c): v for c, v in about["kept"].items()}
+def _parse_versions(document: Mapping[str, Any]) -> dict[int, int]:
+    return {int(c): v for c, v in document["client_versions"].items()}
 
 
-def _read_about(path: Path) -> dict[str, Any]:
-    about = read_document(path / "state.json", sealed_since=2)
-    if about.get("format") != FORMAT:
+def _read_document(path: Path) -> dict[str, Any]:
+    document = read_document(path / STATE_FILE)
+    if document.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of fedquilt")
-    if about.get("version") != VERSION:
+    if document.get("version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has version {about.get('version')}, this fedquilt reads version {VERSION}; "
-            "finish the run with the fedquilt that it was started with"
+            f"{path} has version {document.get('version')}, this fedquilt reads version "
+            f"{FORMAT_VERSION}; finish the run with the fedquilt that it was started with"
         )
-    return about
+    return document

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from fedquilt.federation.client import NOT_WAITED_FOR, Failure
+from fedquilt.federation.client import NOT_NEEDED, Failure
 
 Record = Mapping[str, Any]  # of a round or of an evaluation, as a run writes it down
 
@@ -45,7 +45,7 @@ class Finding:
     clients: tuple[int, ...] = ()
 
 
-def findings(records: Sequence[Record], num_classes: int | None) -> tuple[Finding, ...]:
+def find_problems(records: Sequence[Record], num_classes: int | None) -> tuple[Finding, ...]:
     """What the records of a run show so far, what is severe first."""
     rounds = [record for record in records if "scores" not in record]
     tests = [record for record in records if "scores" in record]
@@ -54,19 +54,19 @@ def findings(records: Sequence[Record], num_classes: int | None) -> tuple[Findin
     guess = math.log(num_classes) if num_classes and num_classes > 1 else None
     last = tests[-1] if tests else None
     found = [
-        *_still(trained, guess),
-        *_diverged(recent),
-        *_odd_losses(trained, guess),
-        *_odd_data([*trained, *([last] if last else [])]),
-        *_failing(recent),
+        *_find_still(trained, guess),
+        *_find_diverged(recent),
+        *_find_odd_losses(trained, guess),
+        *_find_odd_data([*trained, *([last] if last else [])]),
+        *_find_failing(recent),
     ]
     if last is not None:
-        found += [*_chance(last, num_classes), *_untested(last)]
-        found += _parted(last, trained, guess)
+        found += [*_find_chance_level(last, num_classes), *_find_untested(last)]
+        found += _find_parted(last, trained, guess)
     return tuple(sorted(found, key=lambda finding: not finding.is_severe))
 
 
-def _still(rounds: Sequence[Record], guess: float | None) -> Iterable[Finding]:
+def _find_still(rounds: Sequence[Record], guess: float | None) -> Iterable[Finding]:
     losses = [record["loss"] for record in rounds if record["loss"] is not None]
     if len(losses) < (FEWEST_ROUNDS if guess is not None else 2 * FEWEST_ROUNDS):
         return
@@ -76,43 +76,46 @@ def _still(rounds: Sequence[Record], guess: float | None) -> Iterable[Finding]:
             "loss",
             True,
             f"the training loss does not fall: {first:.4g} in the first rounds and {late:.4g} "
-            "or more in the last; try another learning rate (optimiser.lr), and look at the data",
+            "or more in the last; try another learning rate (local_training.lr), and look at "
+            "the data",
         )
 
 
-def _diverged(rounds: Sequence[Record]) -> Iterable[Finding]:
+def _find_diverged(rounds: Sequence[Record]) -> Iterable[Finding]:
     """Clients whose last losses were no numbers."""
-    ill = sorted(c for c, losses in _by_client(rounds, "losses").items() if None in losses[-LATE:])
+    ill = sorted(
+        c for c, losses in _group_by_client(rounds, "losses").items() if None in losses[-LATE:]
+    )
     if ill:
         yield Finding(
             "diverged",
             False,
-            f"{_named(ill)} reported a loss that is no number; training diverges there: lower "
-            "optimiser.lr, or clip gradients (optimiser.clip)",
+            f"{_name_clients(ill)} reported a loss that is no number; training diverges there: "
+            "lower local_training.lr, or clip gradients (local_training.max_grad_norm)",
             tuple(ill),
         )
 
 
-def _odd_losses(rounds: Sequence[Record], guess: float | None) -> Iterable[Finding]:
+def _find_odd_losses(rounds: Sequence[Record], guess: float | None) -> Iterable[Finding]:
     """Clients whose losses are far above those of all others."""
     means = {
         client: fmean(known[-LATE:])
-        for client, losses in _by_client(rounds[-2 * FEWEST_ROUNDS :], "losses").items()
+        for client, losses in _group_by_client(rounds[-2 * FEWEST_ROUNDS :], "losses").items()
         if (known := [loss for loss in losses if loss is not None])
     }
-    odd = _far_above(means, ODD_LOSS, least=guess or 1.0)
+    odd = _find_far_above(means, ODD_LOSS, least=guess or 1.0)
     if odd:
         times = means[odd[0]] / median(v for c, v in means.items() if c not in odd)
         yield Finding(
             "odd loss",
             True,
-            f"the training loss of {_named(odd)} is {_times(times)} that of others; look at its "
-            "data: their scale, their labels",
+            f"the training loss of {_name_clients(odd)} is {_format_times(times)} that of "
+            "others; look at its data: their scale, their labels",
             odd,
         )
 
 
-def _odd_data(records: Sequence[Record]) -> Iterable[Finding]:
+def _find_odd_data(records: Sequence[Record]) -> Iterable[Finding]:
     """Clients in whose statistics there are numbers far above those of all others.
 
     Round by round: what clients share draws their statistics after the odd ones.
@@ -120,7 +123,7 @@ def _odd_data(records: Sequence[Record]) -> Iterable[Finding]:
     most: dict[int, float] = {}
     for record in records:
         scales = {int(client): scale for client, scale in record.get("scales", {}).items()}
-        odd = _far_above(scales, ODD_DATA, least=0.0)
+        odd = _find_far_above(scales, ODD_DATA, least=0.0)
         if odd:
             usual = median(scale for client, scale in scales.items() if client not in odd)
             for client in odd:
@@ -131,18 +134,18 @@ def _odd_data(records: Sequence[Record]) -> Iterable[Finding]:
         yield Finding(
             "odd data",
             True,
-            f"the statistics of {_named(clients)} reach {_times(most[clients[0]])} those of others;"
-            " look at the scale of its inputs: a model that averages them answers nobody",
+            f"the statistics of {_name_clients(clients)} reach {_format_times(most[clients[0]])} "
+            "those of others; look at the scale of its inputs: averaging them spoils the model",
             clients,
         )
 
 
-def _failing(rounds: Sequence[Record]) -> Iterable[Finding]:
+def _find_failing(rounds: Sequence[Record]) -> Iterable[Finding]:
     """Clients that fail more often than they answer."""
     reasons: dict[int, list[str]] = {}
     for record in rounds:
         for failure in record["failures"]:
-            if failure["reason"] != NOT_WAITED_FOR:
+            if failure["reason"] != NOT_NEEDED:
                 reasons.setdefault(failure["client"], []).append(failure["reason"])
     answers = Counter(int(client) for record in rounds for client in record["sent"])
     often = sorted(
@@ -155,13 +158,13 @@ def _failing(rounds: Sequence[Record]) -> Iterable[Finding]:
         yield Finding(
             "failing",
             lacking > SHARE * (lacking + given),
-            f"{_named(often)} failed more often than they answered, and the model has little of "
-            f"them; {why}",
+            f"{_name_clients(often)} failed more often than they answered, and the model has "
+            f"little of them; {why}",
             tuple(often),
         )
 
 
-def _chance(test: Record, num_classes: int | None) -> Iterable[Finding]:
+def _find_chance_level(test: Record, num_classes: int | None) -> Iterable[Finding]:
     """Sizes that are right no more often than by guessing, where enough was asked to know."""
     if not num_classes or num_classes < 2:
         return
@@ -176,7 +179,7 @@ def _chance(test: Record, num_classes: int | None) -> Iterable[Finding]:
     if not widths:
         return
     is_all = len(widths) == len(test["scores"])
-    who = "the model answers" if is_all else f"nets of width {_listed(widths)} answer"
+    who = "the model answers" if is_all else f"nets of width {_format_list(widths)} answer"
     yield Finding(
         "chance",
         is_all,
@@ -185,7 +188,7 @@ def _chance(test: Record, num_classes: int | None) -> Iterable[Finding]:
     )
 
 
-def _parted(test: Record, rounds: Sequence[Record], guess: float | None) -> Iterable[Finding]:
+def _find_parted(test: Record, rounds: Sequence[Record], guess: float | None) -> Iterable[Finding]:
     """A test that is worse than guessing, of a net that has learned its training data."""
     losses = [record["loss"] for record in rounds[-LATE:] if record["loss"] is not None]
     scores = [score for score in test["scores"] if score["loss"] is not None]
@@ -202,7 +205,7 @@ def _parted(test: Record, rounds: Sequence[Record], guess: float | None) -> Iter
         )
 
 
-def _untested(test: Record) -> Iterable[Finding]:
+def _find_untested(test: Record) -> Iterable[Finding]:
     lost = {f["client"]: f["reason"] for f in test["failures"] if f["client"] >= 0}
     if lost:
         clients = tuple(sorted(lost))
@@ -210,12 +213,12 @@ def _untested(test: Record) -> Iterable[Finding]:
         yield Finding(
             "untested",
             False,
-            f"the last evaluation lacks {_named(clients)}; {why}",
+            f"the last evaluation lacks {_name_clients(clients)}; {why}",
             clients,
         )
 
 
-def _by_client(records: Iterable[Record], name: str) -> dict[int, list[Any]]:
+def _group_by_client(records: Iterable[Record], name: str) -> dict[int, list[Any]]:
     found: dict[int, list[Any]] = {}
     for record in records:
         for client, value in record.get(name, {}).items():
@@ -223,7 +226,7 @@ def _by_client(records: Iterable[Record], name: str) -> dict[int, list[Any]]:
     return found
 
 
-def _far_above(values: Mapping[int, float], times: float, least: float) -> tuple[int, ...]:
+def _find_far_above(values: Mapping[int, float], times: float, least: float) -> tuple[int, ...]:
     """Clients whose value is many times the median, and beyond what the others differ by."""
     if len(values) < FEWEST_CLIENTS:
         return ()
@@ -234,10 +237,10 @@ def _far_above(values: Mapping[int, float], times: float, least: float) -> tuple
     return tuple(sorted(odd, key=lambda client: -values[client]))
 
 
-def _named(clients: Sequence[int]) -> str:
+def _name_clients(clients: Sequence[int]) -> str:
     """Some clients by their numbers.
 
-    >>> _named([3]), _named([3, 5]), _named(range(9))
+    >>> _name_clients([3]), _name_clients([3, 5]), _name_clients(range(9))
     ('client 3', 'clients 3, 5', 'clients 0, 1, 2 and 6 others')
     """
     some = ", ".join(map(str, clients[:NAMED]))
@@ -245,9 +248,9 @@ def _named(clients: Sequence[int]) -> str:
     return f"client{'s' * (len(clients) > 1)} {some}{rest}"
 
 
-def _listed(widths: Sequence[float]) -> str:
+def _format_list(widths: Sequence[float]) -> str:
     return ", ".join(f"{width:g}" for width in widths)
 
 
-def _times(factor: float) -> str:
+def _format_times(factor: float) -> str:
     return f"{factor:,.0f} times" if factor < 1e6 else f"{factor:.0e} times"

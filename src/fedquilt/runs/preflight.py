@@ -11,26 +11,28 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data.population import Population
-from fedquilt.errors import ConfigError, DataError, unknown
+from fedquilt.errors import ConfigError, DataError, describe_unknown
+from fedquilt.formatting import format_count
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
 from fedquilt.ranges import Count, check_value
 from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.supported import require_supported
-from fedquilt.structure.trace import Example, arguments
-from fedquilt.training.initial import find_given_value
+from fedquilt.structure.tensors import Example, to_arguments
+from fedquilt.training.initialization import find_given_value
 
 
 def find_method(method: Method | str) -> Method:
-    """The method itself, or the one of a name with its defaults.
+    """The method itself, or the one of a name, in any case, with its defaults.
 
-    >>> type(find_method("fedavg")).__name__
-    'FedAvg'
+    >>> type(find_method("fedavg")).__name__, type(find_method("HeteroFL")).__name__
+    ('FedAvg', 'HeteroFL')
     """
     if isinstance(method, str):
-        if method not in METHODS:
-            raise ConfigError(unknown("method", method, METHODS))
-        return METHODS[method]()
+        name = method.lower()
+        if name not in METHODS:
+            raise ConfigError(describe_unknown("method", name, METHODS))
+        return METHODS[name]()
     if isinstance(method, type) or not hasattr(method, "plan"):
         raise ConfigError(
             f"a method is an object such as fq.HeteroFL(), or a name such as 'heterofl', got "
@@ -51,10 +53,10 @@ def check_start(model: nn.Module, example: Example, population: Population, roun
     require_supported(model)
     detach_computed(model)
     _check_trainable(model)
-    inputs, labels = _first_batch(population)
+    inputs, labels = _draw_first_batch(population)
     if inputs is not None:
         _check_inputs(inputs, example)
-    logits = _answer(model, arguments(example) if inputs is None else (inputs,))
+    logits = _answer(model, to_arguments(example) if inputs is None else (inputs,))
     if labels is not None:
         _check_labels_fit(logits, labels)
     _check_classes(logits, population)
@@ -64,7 +66,7 @@ def check_clients(population: Population) -> None:
     """Refuses what is no population."""
     if not isinstance(population, Population):
         raise ConfigError(
-            f"clients are made with fq.clients(data, ...), got {type(population).__name__}"
+            f"clients are made with fq.make_clients(data, ...), got {type(population).__name__}"
         )
 
 
@@ -78,7 +80,7 @@ def _check_trainable(model: nn.Module) -> None:
         )
 
 
-def _first_batch(population: Population) -> tuple[Tensor | None, Tensor | None]:
+def _draw_first_batch(population: Population) -> tuple[Tensor | None, Tensor | None]:
     """Two examples of the first client that has any here; one of them twice, if it has one."""
     for data in population.train.values():
         if len(data):
@@ -87,7 +89,7 @@ def _first_batch(population: Population) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _check_inputs(inputs: Tensor, example: Example) -> None:
-    expected = arguments(example)[0]
+    expected = to_arguments(example)[0]
     if not isinstance(expected, Tensor):
         raise ConfigError(f"the example is a tensor, or several, got {type(expected).__name__}")
     if inputs.shape[1:] != expected.shape[1:]:
@@ -118,7 +120,7 @@ def _answer(model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
             f"{type(problem).__name__}: {problem}"
         ) from problem
     if not isinstance(answer, Tensor):
-        what, pick = _described(answer)
+        what, pick = _describe_data(answer)
         raise ConfigError(
             f"a model returns its logits as one tensor, {name} returns {what}; wrap it in a "
             f"module whose forward returns {pick}"
@@ -131,7 +133,7 @@ def _answer(model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
     return answer
 
 
-def _described(answer: object) -> tuple[str, str]:
+def _describe_data(answer: object) -> tuple[str, str]:
     """What a model returned instead of a tensor, and how to pick the logits out of it."""
     if isinstance(answer, Mapping):
         key = "logits" if "logits" in answer else next(iter(answer), "logits")
@@ -161,13 +163,14 @@ def _check_classes(logits: Tensor, population: Population) -> None:
     if logits.shape[-1] <= highest:
         raise DataError(
             f"a model has an output for every class: labels go up to {highest}, so there are "
-            f"{highest + 1} classes, and the model has {logits.shape[-1]} outputs; give it more"
+            f"{highest + 1} classes, and the model has {format_count(logits.shape[-1], 'output')}; "
+            "give it more"
         )
 
 
 def warn_of_lost_values(model: nn.Module, method: Method) -> None:
     """Says that the model's values are not used, if they are not what would be drawn anyway."""
-    name = find_given_value(model) if method.starts_anew else None
+    name = find_given_value(model) if method.reinitializes else None
     if name is not None:
         warnings.warn(
             f"{type(method).__name__} draws the initial values of its nets by the layers' "

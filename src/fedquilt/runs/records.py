@@ -9,16 +9,19 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from fedquilt.errors import CheckpointError, DamageError
+from fedquilt.errors import CheckpointError, CorruptFileError
 from fedquilt.evaluation.accuracy import SizeScore
-from fedquilt.files import sync, write_text
+from fedquilt.evaluation.clients import ClientRecord
+from fedquilt.files import fsync, write_text
+from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.health import Finding
+from fedquilt.runs.record_format import decode_clients, expand_record
+from fedquilt.structure.structure import Structure
 
-METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
 Mark = Mapping[str, Any]  # the number of bytes of the records so far, and their SHA-256
 Read = TypeVar("Read")
 More = ParamSpec("More")
-Reader = Callable[Concatenate[Path, More], Read]
+Reader = Callable[Concatenate[RunDirectory, More], Read]
 
 
 class Records:
@@ -27,23 +30,23 @@ class Records:
     The second has times, which differ, and the hash of every line of the first.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._metrics, self._timing = folder / METRICS, folder / TIMING
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._metrics, self._timing = directory.metrics_file, directory.timing_file
         self._hash, self._size = hashlib.sha256(), 0
         self._marks = {0: self._here()}  # by round, of the last two
 
     def add(self, record: Mapping[str, Any], timing: Mapping[str, Any]) -> None:
         """Appends a record of a round, or of an evaluation after it, and what it took."""
-        line = _line(record)
-        times = _line({**timing, "sha256": _hash(line)})
+        line = _format_line(record)
+        times = _format_line({**timing, "sha256": _hash(line)})
         try:
             for path, text in ((self._metrics, line), (self._timing, times)):
                 with path.open("ab") as file:
                     file.write(text)
         except OSError as problem:
             raise CheckpointError(
-                f"the records of round {record['round']} could not be written to {self._folder} "
+                f"the records of round {record['round']} could not be written to {self._directory} "
                 f"({problem}); make room and resume"
             ) from problem
         self._hash.update(line)
@@ -59,7 +62,7 @@ class Records:
         """
         for path in (self._metrics, self._timing):
             if path.exists():
-                sync(path)
+                fsync(path)
         return self._marks[round]
 
     def _here(self) -> Mark:
@@ -68,8 +71,8 @@ class Records:
     def cut_back(self, mark: Mark | None = None, round: int = 0) -> bool:
         """Forgets records behind a round's mark, but for its evaluation; whether there was one.
 
-        Without a mark all is forgotten. Raises a DamageError, before anything is changed, if the
-        records are not those that were marked. Records that are gone are not missed.
+        Without a mark all is forgotten. Raises a CorruptFileError, before anything is changed, if
+        the records are not those that were marked. Records that are gone are not missed.
         """
         try:
             found = self._metrics.read_bytes() if self._metrics.exists() else b""
@@ -95,14 +98,14 @@ class Records:
     def _marked(self, found: bytes, mark: Mark) -> bytes:
         kept = found[: mark["bytes"]]
         if len(kept) < mark["bytes"] or _hash(kept) != mark["sha256"]:
-            raise DamageError(
+            raise CorruptFileError(
                 f"{self._metrics} is damaged: its records are not those that were written; restore "
                 "it, or remove it to go on without them"
             )
         return kept
 
     def _is_known(self, line: bytes) -> bool:
-        return _hash(line) in (known_hashes(self._folder) or ())
+        return _hash(line) in (read_known_hashes(self._directory) or ())
 
     def _mend_timing(self) -> None:
         """Ends the last line, of which a process that was killed may have written a part."""
@@ -112,68 +115,89 @@ class Records:
                 write_text(self._timing, text[: text.rfind("\n") + 1])
 
 
-def read_records(folder: Path) -> list[dict[str, Any]]:
+def read_records(directory: RunDirectory) -> list[dict[str, Any]]:
     """The records of a run, each compared with its hash; none if they are gone.
 
     Runs of earlier versions have no hashes, and are believed.
     """
-    path = folder / METRICS
-    known = known_hashes(folder)
+    path = directory.metrics_file
+    known = read_known_hashes(directory)
     records = []
     for number, line in enumerate(_read_lines(path), 1):
-        record = _parsed(line)
+        record = _parse(line)
         if record is None or (known is not None and _hash(line) not in known):
-            raise DamageError(
-                f"{path} or the hashes of its lines in {TIMING} are damaged: line {number} is not "
-                "what was written; restore them, or remove both files to go on without records"
+            raise CorruptFileError(
+                f"{path} or the hashes of its lines in {directory.timing_file.name} are damaged: "
+                f"line {number} is not what was written; restore them, or remove both files to go "
+                "on without records"
             )
-        records.append(record)
+        records.append(expand_record(record))
     return records
 
 
-def of_known_shape(read: Reader[More, Read]) -> Reader[More, Read]:
+def is_known_record(read: Reader[More, Read]) -> Reader[More, Read]:
     """Refuses records that can be read but are not ours."""
 
     @wraps(read)
-    def checked(folder: Path, /, *more: More.args, **named: More.kwargs) -> Read:
+    def checked(directory: RunDirectory, /, *more: More.args, **named: More.kwargs) -> Read:
         try:
-            return read(folder, *more, **named)
+            return read(directory, *more, **named)
         except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            raise DamageError(
-                f"{folder / METRICS} is damaged: its records are not of the shape that this "
+            raise CorruptFileError(
+                f"{directory.metrics_file} is damaged: its records are not of the shape that this "
                 "fedquilt writes"
             ) from problem
 
     return checked
 
 
-@of_known_shape
-def final_findings(folder: Path) -> tuple[Finding, ...]:
+@is_known_record
+def read_clients(
+    directory: RunDirectory, structure: Structure
+) -> tuple[tuple[ClientRecord, ...], ...]:
+    """What clients did in each training round; ``structure`` is that of the prepared model."""
+    rounds = [record for record in read_records(directory) if "scores" not in record]
+    return tuple(decode_clients(record, structure) for record in rounds)
+
+
+@is_known_record
+def read_final_findings(directory: RunDirectory) -> tuple[Finding, ...]:
     """What the records show about the health of the run, at its last evaluation."""
-    tests = [record for record in read_records(folder) if "scores" in record]
+    tests = [record for record in read_records(directory) if "scores" in record]
     return tuple(
         Finding(**{**finding, "clients": tuple(finding["clients"])})
         for finding in (tests[-1].get("findings", ()) if tests else ())
     )
 
 
-@of_known_shape
-def final_scores(folder: Path, round: int) -> tuple[SizeScore, ...]:
+@is_known_record
+def read_final_scores(directory: RunDirectory, round: int) -> tuple[SizeScore, ...]:
     """The scores of the model after its last round; none, if there is no record of them."""
-    for record in read_records(folder):
+    for record in read_records(directory):
         if record.get("is_final") and record["round"] == round:
             return tuple(SizeScore(**score) for score in record["scores"])
     return ()
 
 
-def read_times(folder: Path) -> list[dict[str, Any]]:
+def has_final_evaluation(directory: RunDirectory) -> bool:
+    """Whether the last evaluation was recorded: the model is written before it.
+
+    A run whose records are gone counts as evaluated.
+    """
+    path = directory.metrics_file
+    return not path.exists() or '"is_final":true' in path.read_text(errors="replace")
+
+
+def read_times(directory: RunDirectory) -> list[dict[str, Any]]:
     """What rounds and evaluations took; lines that cannot be read are left out."""
-    return [times for line in _read_lines(folder / TIMING) if (times := _parsed(line)) is not None]
+    return [
+        times for line in _read_lines(directory.timing_file) if (times := _parse(line)) is not None
+    ]
 
 
-def known_hashes(folder: Path) -> set[str] | None:
+def read_known_hashes(directory: RunDirectory) -> set[str] | None:
     """The hashes of all lines of the records; None: of a version without them."""
-    hashes = {times["sha256"] for times in read_times(folder) if "sha256" in times}
+    hashes = {times["sha256"] for times in read_times(directory) if "sha256" in times}
     return hashes or None
 
 
@@ -184,7 +208,7 @@ def _read_lines(path: Path) -> list[bytes]:
         raise CheckpointError(f"{path} cannot be read ({problem})") from problem
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -193,8 +217,8 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return record if is_one else None
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(record, sort_keys=True) + "\n").encode()
+def _format_line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, sort_keys=True, separators=(",", ":")) + "\n").encode()
 
 
 def _hash(data: bytes) -> str:
@@ -203,5 +227,5 @@ def _hash(data: bytes) -> str:
 
 def _is_evaluation(line: bytes) -> bool:
     """Whether a line records an evaluation, but not the one at the run's end."""
-    record = _parsed(line) or {}
+    record = _parse(line) or {}
     return "scores" in record and not record.get("is_final")

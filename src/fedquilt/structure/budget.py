@@ -1,4 +1,4 @@
-"""What a client can afford, and the largest subnet within it."""
+"""Budgets of clients, and the widest subnet within one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numbers import Real
 from torch import nn
 
 from fedquilt.errors import BudgetError
-from fedquilt.structure.cost import Cost, cost
-from fedquilt.structure.groups import Structure
+from fedquilt.structure.cost import Cost, compute_cost
+from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import Example
+from fedquilt.structure.tensors import Example
 
 
-def times(width: float, base: float) -> int:
-    """How often a base goes into a width: ⌊width / base⌋, where 2.9999999 is 3.
+def count_multiples(width: float, base: float) -> int:
+    """How many bases fit into a width: ⌊width / base⌋, where 2.9999999 counts as 3.
 
-    >>> times(1.0, 0.125), times(0.3, 0.1), times(0.1, 0.25)
+    >>> count_multiples(1.0, 0.125), count_multiples(0.3, 0.1), count_multiples(0.1, 0.25)
     (8, 3, 0)
     """
     return int(width / base + 1e-9)
@@ -27,9 +27,18 @@ def times(width: float, base: float) -> int:
 
 @dataclass(frozen=True)
 class Budget:
-    """A width, or physical limits, or both; None: no limit.
+    """What a client can afford: a width, physical limits, or both.
 
-    ``memory`` is the peak of a training step and ``upload`` what travels one way, in bytes.
+    Args:
+        width: The largest fraction of the channels, in (0, 1].
+        params: The largest number of parameters; None: no limit.
+        macs: The largest number of multiply-accumulate operations per example; None: no limit.
+        memory: The largest peak of a training step, in bytes; None: no limit.
+        upload: The most that is sent one way, in bytes; None: no limit.
+
+    >>> import fedquilt as fq
+    >>> fq.Budget(width=0.5, params=100_000).params
+    100000
     """
 
     width: float = 1.0
@@ -39,7 +48,7 @@ class Budget:
     upload: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses limits that make no sense."""
+        """Raises for limits that are not positive numbers."""
         if not (isinstance(self.width, Real) and 0 < self.width <= 1):
             raise BudgetError(
                 f"widths are fractions in (0, 1], got {self.width!r}; "
@@ -51,7 +60,7 @@ class Budget:
                 raise BudgetError(f"the limit on {field.name} is a number above 0, got {limit!r}")
 
     def __str__(self) -> str:
-        """The limits that there are.
+        """The limits that are set.
 
         >>> str(Budget(0.5, params=1000))
         'Budget(width=0.5, params=1000)'
@@ -86,7 +95,7 @@ class Budget:
         return all(limit is None or spent <= limit for limit, spent in pairs)
 
 
-def fit(
+def fit_budget(
     model: nn.Module,
     structure: Structure,
     budget: Budget,
@@ -95,10 +104,27 @@ def fit(
     batch_size: int = 10,
     shape: Callable[[Subnet], Subnet] = lambda subnet: subnet,
 ) -> tuple[float, Subnet]:
-    """The widest subnet within the budget, and its width.
+    """Finds the widest subnet within the budget.
 
-    Costs grow with width, so bisection over the widths at which some group gains a channel finds
-    it. ``shape`` turns a plain subnet into what would really travel.
+    Costs grow with width, so bisection over the widths at which some group gains a channel
+    finds it.
+
+    Args:
+        model: The whole model.
+        structure: What can be cut in it.
+        budget: The limits.
+        example: An input of the model.
+        batch_size: The size of the batches that the memory of a step is computed for.
+        shape: Turns a plain subnet into the one that would be sent.
+
+    Returns:
+        The width, and the subnet.
+
+    >>> import torch, fedquilt as fq
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> structure = fq.trace_structure(model, torch.zeros(1, 4))
+    >>> fq.fit_budget(model, structure, fq.Budget(params=40), torch.zeros(1, 4))
+    (0.5, Subnet(0: first 4))
     """
     if budget.is_width_alone:
         return budget.width, shape(structure.subnet(budget.width))
@@ -106,7 +132,7 @@ def fit(
     steps = sorted({k / n for n in sizes for k in range(1, n + 1) if k / n <= budget.width})
 
     def price(width: float) -> Cost:
-        return cost(
+        return compute_cost(
             model, structure, shape(structure.subnet(width)), example, batch_size=batch_size
         )
 

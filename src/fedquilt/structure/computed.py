@@ -1,7 +1,7 @@
-"""Weights that layers compute anew in every call, as weight and spectral normalisation do.
+"""Weights that layers compute in every call, as weight and spectral normalization do.
 
-PyTorch has two ways to do so. A parametrisation keeps what the weight is computed from in a module
-inside the layer; the older hooks keep it in the layer, and the last result in an attribute.
+PyTorch has two ways to do so. A parametrization keeps the source of the weight in a module inside
+the layer. The older hooks keep it in the layer, and the last result in an attribute.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-MANY = 15  # steps of the power method, as PyTorch does when it starts
+NUM_POWER_ITERATIONS = 15  # as PyTorch does at the start
 
 
-def computed_names(layer: nn.Module) -> list[str]:
-    """The tensors of a layer that it computes."""
+def list_computed_names(layer: nn.Module) -> list[str]:
+    """Names of the tensors that a layer computes."""
     by_module = list(layer.parametrizations) if is_parametrized(layer) else []  # type: ignore[arg-type]
-    return [*by_module, *_hooks(layer)]
+    return [*by_module, *_map_hooks(layer)]
 
 
-def _hooks(layer: nn.Module) -> dict[str, Any]:
+def _map_hooks(layer: nn.Module) -> dict[str, Any]:
     hooks = layer._forward_pre_hooks.values()
     return {h.name: h for h in hooks if isinstance(h, (WeightNorm, SpectralNorm))}
 
 
-def stored_weight(layer: nn.Module, name: str = "weight") -> Tensor | None:
-    """The parameter that a weight is: itself, or of those that it is computed from the largest.
+def find_stored_weight(layer: nn.Module, name: str = "weight") -> Tensor | None:
+    """The weight itself, or the largest parameter that it is computed from.
 
-    That one has the weight's axes; others are norms and the like.
+    The largest has the weight's axes; others are norms and the like.
     """
-    if name not in computed_names(layer):
+    if name not in list_computed_names(layer):
         weight = getattr(layer, name, None)
         return weight if isinstance(weight, Tensor) else None
     if is_parametrized(layer, name):
@@ -46,50 +46,50 @@ def stored_weight(layer: nn.Module, name: str = "weight") -> Tensor | None:
 
 @torch.no_grad()
 def set_computed(layer: nn.Module, name: str, value: Tensor) -> None:
-    """Sets what a tensor is computed from, so that it has a value, as far as it can have it."""
-    hook = _hooks(layer).get(name)
+    """Sets the sources of a computed tensor so that it has a value, as far as possible."""
+    hook = _map_hooks(layer).get(name)
     if isinstance(hook, WeightNorm):
         getattr(layer, f"{name}_v").copy_(value)
         getattr(layer, f"{name}_g").copy_(torch.norm_except_dim(value, 2, hook.dim))
     elif isinstance(hook, SpectralNorm):
         getattr(layer, f"{name}_orig").copy_(value)
     else:
-        _invert(layer, name, value)
-    _settle(layer, name)
+        _assign_parametrized(layer, name, value)
+    _converge_estimates(layer, name)
 
 
-def _invert(layer: nn.Module, name: str, value: Tensor) -> None:
-    """Through a parametrisation backwards; one that goes only forwards is given the value."""
+def _assign_parametrized(layer: nn.Module, name: str, value: Tensor) -> None:
+    """Assigns through a parametrization; one without an inverse gets the value itself."""
     try:
         setattr(layer, name, value)
     except (NotImplementedError, RuntimeError):
-        stored = stored_weight(layer, name)
+        stored = find_stored_weight(layer, name)
         if stored is not None and stored.shape == value.shape:
             stored.copy_(value)
 
 
-def _settle(layer: nn.Module, name: str) -> None:
-    """Lets what is estimated beside a tensor, its largest singular vectors, follow it."""
-    hook, was_training = _hooks(layer).get(name), layer.training
+def _converge_estimates(layer: nn.Module, name: str) -> None:
+    """Updates estimates that belong to a tensor, such as its largest singular vectors."""
+    hook, was_training = _map_hooks(layer).get(name), layer.training
     layer.train()
-    for _ in range(MANY):
+    for _ in range(NUM_POWER_ITERATIONS):
         getattr(layer, name) if hook is None else hook(layer, None)
     layer.train(was_training)
 
 
 @torch.no_grad()
-def refresh(layer: nn.Module) -> None:
-    """Computes what hooks keep in attributes, for whoever asks before the next call."""
-    for name, hook in _hooks(layer).items():
+def refresh_computed(layer: nn.Module) -> None:
+    """Computes the tensors that hooks keep in attributes, before the next call does."""
+    for name, hook in _map_hooks(layer).items():
         how = {"do_power_iteration": False} if isinstance(hook, SpectralNorm) else {}
         setattr(layer, name, hook.compute_weight(layer, **how))
 
 
 def detach_computed(model: nn.Module) -> None:
-    """Lets go of the graph that the last call left in attributes, so that a model can be copied.
+    """Detaches the computed tensors in attributes from their graph, so that a model can be copied.
 
-    The next call computes them anew.
+    The next call computes them again.
     """
     for layer in model.modules():
-        for name in _hooks(layer):
+        for name in _map_hooks(layer):
             setattr(layer, name, getattr(layer, name).detach())

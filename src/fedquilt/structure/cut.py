@@ -10,93 +10,94 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from fedquilt.structure.blocks import rewire
+from fedquilt.structure.blocks.rewire import rewire
 from fedquilt.structure.computed import detach_computed
-from fedquilt.structure.groups import Axis, Size, Structure
-from fedquilt.structure.layers import resize
+from fedquilt.structure.groups import Axis, SizeAttribute
+from fedquilt.structure.layers import resize_layers
+from fedquilt.structure.structure import Structure, cache_per_structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import named_tensors
+from fedquilt.structure.tensors import named_tensors
 
 Params = Mapping[str, Tensor]  # tensors of a model by name; never changed in place
-Index = slice | Tensor  # positions of one axis: a stretch where they are neighbours
+Index = slice | Tensor  # positions of one axis: a slice where they are neighbors
 WHOLE = slice(None)
 
 
-@lru_cache(maxsize=4096)
-def cells(structure: Structure, subnet: Subnet) -> Mapping[str, tuple[Index, ...]]:
+@cache_per_structure(max_entries=4096)
+def index_cells(structure: Structure, subnet: Subnet) -> Mapping[str, tuple[Index, ...]]:
     """Where a subnet's cells lie in the global tensors: one index per axis, as an open mesh.
 
     This is the only place that turns a subnet into indices, so cutting and stitching agree.
     """
     structure.validate(subnet)
     return {
-        name: tuple(positions(axis, subnet) for axis in structure.axes[name])
-        for name in structure.names(subnet)
+        name: tuple(list_positions(axis, subnet) for axis in structure.axes[name])
+        for name in structure.tensor_names(subnet)
     }
 
 
-def positions(axis: Axis | None, subnet: Subnet) -> Index:
+def list_positions(axis: Axis | None, subnet: Subnet) -> Index:
     """The positions of an axis that a subnet keeps, ascending."""
     if axis is None or not any(subnet.count(s.group) for s in axis if s.group is not None):
         return WHOLE
-    return _positions(
+    return _compute_positions(
         axis, tuple((g, m) for g, m in subnet.kept if any(s.group == g for s in axis))
     )
 
 
 @lru_cache(maxsize=16384)
-def _positions(axis: Axis, kept: tuple[tuple[str, int], ...]) -> Index:
+def _compute_positions(axis: Axis, kept: tuple[tuple[str, int], ...]) -> Index:
     masks, offset = dict(kept), 0
-    found: list[int] = []
+    positions: list[int] = []
     for span in axis:
         mask = masks.get(span.group) if span.group is not None else None
-        found.extend(
+        positions.extend(
             offset + i for i, c in enumerate(span.channels) if mask is None or mask >> c & 1
         )
         offset += len(span.channels)
-    if found == list(range(found[0], found[0] + len(found))):
-        return slice(found[0], found[0] + len(found))
-    return torch.tensor(found, dtype=torch.int64)
+    if positions == list(range(positions[0], positions[0] + len(positions))):
+        return slice(positions[0], positions[0] + len(positions))
+    return torch.tensor(positions, dtype=torch.int64)
 
 
-@lru_cache(maxsize=1024)
-def cells_within(
+@cache_per_structure(max_entries=1024)
+def index_cells_within(
     structure: Structure, wide: Subnet, narrow: Subnet
 ) -> Mapping[str, tuple[Index, ...]]:
     """Where the cells of a narrower subnet lie in the tensors of a wider one."""
     return {
         name: tuple(
-            _within(axis, size, wide, narrow)
+            _compute_positions_within(axis, size, wide, narrow)
             for axis, size in zip(structure.axes[name], structure.shapes[name], strict=True)
         )
         for name in structure.shapes
     }
 
 
-def _within(axis: Axis | None, size: int, wide: Subnet, narrow: Subnet) -> Index:
+def _compute_positions_within(axis: Axis | None, size: int, wide: Subnet, narrow: Subnet) -> Index:
     every = torch.arange(size)
-    inside = torch.isin(every[positions(axis, wide)], every[positions(axis, narrow)])
+    inside = torch.isin(every[list_positions(axis, wide)], every[list_positions(axis, narrow)])
     if inside.all():
         return WHOLE
-    found = inside.nonzero().flatten()
-    first, last = int(found[0]), int(found[-1])
-    return slice(first, last + 1) if last - first + 1 == len(found) else found
+    positions = inside.nonzero().flatten()
+    first, last = int(positions[0]), int(positions[-1])
+    return slice(first, last + 1) if last - first + 1 == len(positions) else positions
 
 
-@lru_cache(maxsize=4096)
-def shapes(structure: Structure, subnet: Subnet) -> Mapping[str, tuple[int, ...]]:
+@cache_per_structure(max_entries=4096)
+def compute_shapes(structure: Structure, subnet: Subnet) -> Mapping[str, tuple[int, ...]]:
     """The shape of each of a subnet's tensors."""
     return {
         name: tuple(
             len(range(size)[i]) if isinstance(i, slice) else len(i)
             for size, i in zip(structure.shapes[name], index, strict=True)
         )
-        for name, index in cells(structure, subnet).items()
+        for name, index in index_cells(structure, subnet).items()
     }
 
 
-def view(tensor: Tensor, index: tuple[Index, ...]) -> Tensor:
-    """The indexed cells: the tensor's own memory where every index is a stretch, else a copy."""
+def view_cells(tensor: Tensor, index: tuple[Index, ...]) -> Tensor:
+    """The indexed cells: a view if every index is a slice, else a copy."""
     part = tensor[tuple(i if isinstance(i, slice) else WHOLE for i in index)]
     for axis, i in enumerate(index):
         if isinstance(i, Tensor):
@@ -104,7 +105,7 @@ def view(tensor: Tensor, index: tuple[Index, ...]) -> Tensor:
     return part
 
 
-def mesh(shape: Sequence[int], index: tuple[Index, ...]) -> tuple[Tensor, ...]:
+def make_mesh(shape: Sequence[int], index: tuple[Index, ...]) -> tuple[Tensor, ...]:
     """The same cells as index tensors that broadcast against each other."""
     kept = (torch.arange(n)[i] for n, i in zip(shape, index, strict=True))
     return tuple(
@@ -112,51 +113,63 @@ def mesh(shape: Sequence[int], index: tuple[Index, ...]) -> tuple[Tensor, ...]:
     )
 
 
-def put(tensor: Tensor, index: tuple[Index, ...], values: Tensor | bool) -> None:
+def write_cells(tensor: Tensor, index: tuple[Index, ...], values: Tensor | bool) -> None:
     """Writes values to the indexed cells, in place."""
-    tensor[mesh(tensor.shape, index)] = values
+    tensor[make_mesh(tensor.shape, index)] = values
 
 
-def source_name(name: str, structure: Structure, subnet: Subnet) -> str:
-    """The global name of a subnet's tensor: its owner's where it is the subnet's own."""
-    return f"{name}@{subnet.owner}" if name in structure.matching(subnet.own) else name
+def global_name(name: str, structure: Structure, subnet: Subnet) -> str:
+    """The global name of a subnet's tensor: ``name@owner`` if it is private."""
+    return f"{name}@{subnet.owner}" if name in structure.match_names(subnet.private) else name
 
 
-def take(params: Params, structure: Structure, subnet: Subnet) -> dict[str, Tensor]:
-    """The subnet's tensors, really smaller: a copy of its cells.
+def copy_subnet_tensors(params: Params, structure: Structure, subnet: Subnet) -> dict[str, Tensor]:
+    """Copies the subnet's cells: its tensors, really smaller.
 
-    A tensor of its own that nobody has trained yet starts from the shared one.
+    A private tensor that has not been trained yet starts from the shared one.
+
+    Args:
+        params: The global tensors.
+        structure: What can be cut in the model.
+        subnet: The part to copy.
+
+    >>> import torch, fedquilt as fq
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> structure = fq.trace_structure(model, torch.zeros(1, 4))
+    >>> tensors = fq.copy_subnet_tensors(model.state_dict(), structure, structure.subnet(0.5))
+    >>> tuple(tensors["0.weight"].shape), tuple(tensors["1.weight"].shape)
+    ((4, 4), (3, 4))
     """
-    seen = look(params, structure, subnet)
+    seen = view_subnet_tensors(params, structure, subnet)
     return {n: t.clone(memory_format=torch.contiguous_format) for n, t in seen.items()}
 
 
-def look(params: Params, structure: Structure, subnet: Subnet) -> dict[str, Tensor]:
-    """The same without copying what need not be copied: only to be read, and at once."""
-    if isinstance(params, Parts):
-        return params.of(subnet, structure)
+def view_subnet_tensors(params: Params, structure: Structure, subnet: Subnet) -> dict[str, Tensor]:
+    """The same with views where possible: read them at once, and do not write to them."""
+    if isinstance(params, SubnetTensors):
+        return params.select(subnet, structure)
     seen = {}
-    for name, index in cells(structure, subnet).items():
-        source = params.get(source_name(name, structure, subnet))
-        seen[name] = view(params[name] if source is None else source, index)
+    for name, index in index_cells(structure, subnet).items():
+        source = params.get(global_name(name, structure, subnet))
+        seen[name] = view_cells(params[name] if source is None else source, index)
     return seen
 
 
-class Parts(Mapping[str, Tensor]):
-    """Global tensors as far as some subnets hold them: what a client has that was sent no more.
+class SubnetTensors(Mapping[str, Tensor]):
+    """The global tensors of a few subnets only: all that a client has been sent.
 
-    By name there are only those of the first subnet, as a mapping; ``look`` and ``take`` find each
-    subnet's own.
+    As a mapping it holds the tensors of the first subnet. ``copy_subnet_tensors`` and
+    ``view_subnet_tensors`` find those of each subnet.
     """
 
     def __init__(self, subnets: Sequence[Subnet], tensors: Sequence[Params]) -> None:
         self._parts = list(zip(subnets, tensors, strict=True))
 
-    def of(self, subnet: Subnet, structure: Structure) -> dict[str, Tensor]:
-        """The tensors of a subnet that is here, or of one that leaves out some of its tensors."""
-        names = structure.names(subnet)
+    def select(self, subnet: Subnet, structure: Structure) -> dict[str, Tensor]:
+        """The tensors of one of the subnets, or of one that excludes more of them."""
+        names = structure.tensor_names(subnet)
         for whole, tensors in self._parts:
-            if replace(whole, without=()) == replace(subnet, without=()) and all(
+            if replace(whole, excluded=()) == replace(subnet, excluded=()) and all(
                 name in tensors for name in names
             ):
                 return {name: tensors[name] for name in names}
@@ -172,18 +185,29 @@ class Parts(Mapping[str, Tensor]):
         return len(self._parts[0][1]) if self._parts else 0
 
 
-def build(
+def build_module(
     model: nn.Module, structure: Structure, subnet: Subnet, params: Params | None = None
 ) -> nn.Module:
-    """The subnet as a dense, smaller module of the same classes.
+    """Builds the subnet as a dense, smaller module of the same classes.
 
-    Values come from ``params`` (global tensors), or from the model itself. Tensors that the subnet
-    leaves out exist in it, cut alike, with the model's own values; those of blocks that it skips
-    are gone.
+    Tensors that the subnet excludes are cut too and have the model's own values. Skipped blocks
+    have no tensors.
+
+    Args:
+        model: The whole model.
+        structure: What can be cut in it.
+        subnet: The part to build.
+        params: Global tensors to take values from; None: those of the model.
+
+    >>> import torch, fedquilt as fq
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> structure = fq.trace_structure(model, torch.zeros(1, 4))
+    >>> fq.build_module(model, structure, structure.subnet(0.25))[0]
+    Linear(in_features=4, out_features=2, bias=True)
     """
-    everything = replace(subnet, without=())
+    everything = replace(subnet, excluded=())
     own = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
-    values = take({**own, **(params or {})}, structure, everything)
+    values = copy_subnet_tensors({**own, **(params or {})}, structure, everything)
     small: dict[int, object] = {}
     for name, tensor in named_tensors(model).items():
         value = values.get(name, own[name])
@@ -192,29 +216,29 @@ def build(
         small[id(tensor)] = value
     detach_computed(model)
     built = copy.deepcopy(model, small)
-    resize(built)
-    set_numbers(built, structure, subnet)
+    resize_layers(built)
+    set_size_attributes(built, structure, subnet)
     rewire(built, structure.blocks, subnet.skipped)
     return built
 
 
-def set_numbers(module: nn.Module, structure: Structure, subnet: Subnet) -> None:
-    """Sets the plain numbers of modules that are sizes of axes, as they are in a subnet."""
-    for size in structure.sizes:
-        _set_size(module, size, subnet)
+def set_size_attributes(module: nn.Module, structure: Structure, subnet: Subnet) -> None:
+    """Sets module attributes that are sizes of axes to what they are in a subnet."""
+    for size in structure.size_attributes:
+        _set_size_attribute(module, size, subnet)
 
 
-def _set_size(model: nn.Module, size: Size, subnet: Subnet) -> None:
+def _set_size_attribute(model: nn.Module, size: SizeAttribute, subnet: Subnet) -> None:
     module = model.get_submodule(size.module)
-    index = positions(size.axis, subnet)
+    index = list_positions(size.axis, subnet)
     full = range(sum(len(s.channels) for s in size.axis))
     count = len(full[index]) if isinstance(index, slice) else len(index)
     new: float = count if size.power == 1 else count**size.power
-    set_number(module, size.attribute, size.item, new)
+    set_attribute(module, size.attribute, size.item, new)
 
 
-def set_number(module: nn.Module, attribute: str, item: int | None, value: float) -> None:
-    """Sets a plain number of a module, or one in a tuple or list of them."""
+def set_attribute(module: nn.Module, attribute: str, item: int | None, value: float) -> None:
+    """Sets a numeric attribute of a module, or one item of a tuple or list."""
     if item is None:
         setattr(module, attribute, value)
     else:
@@ -222,8 +246,8 @@ def set_number(module: nn.Module, attribute: str, item: int | None, value: float
         setattr(module, attribute, type(old)(value if i == item else v for i, v in enumerate(old)))
 
 
-def load(module: nn.Module, params: Params) -> None:
-    """Writes tensors into a module built for their subnet; others keep their value."""
+def load_tensors(module: nn.Module, params: Params) -> None:
+    """Copies tensors into a module built for their subnet; others keep their value."""
     tensors = named_tensors(module)
     with torch.no_grad():
         for name, value in params.items():

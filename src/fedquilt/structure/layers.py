@@ -1,4 +1,4 @@
-"""Numbers that PyTorch's own layers keep beside their tensors, set to what those are now."""
+"""Sizes that PyTorch's own layers keep as attributes, set from their tensors."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from fedquilt.structure.computed import refresh, stored_weight
+from fedquilt.structure.computed import find_stored_weight, refresh_computed
 
 
-def resize(model: nn.Module) -> None:
+def resize_layers(model: nn.Module) -> None:
     """Sets the sizes of every known layer of a freshly cut model."""
     for module in model.modules():
-        refresh(module)
+        refresh_computed(module)
         set_sizes(module)
 
 
 def _shape(layer: nn.Module, name: str = "weight") -> tuple[int, ...]:
-    weight = stored_weight(layer, name)
+    weight = find_stored_weight(layer, name)
     assert isinstance(weight, Tensor)
     return tuple(weight.shape)
 
 
 @singledispatch
 def set_sizes(layer: nn.Module) -> None:
-    """Sets the sizes of one layer; the numbers of an unknown kind, if any, the trace has found."""
+    """Sets the sizes of one layer. Those of unknown classes are found by tracing."""
 
 
 def may_hold_sizes(layer: nn.Module) -> bool:
-    """Whether numbers of this layer may be channel counts that are not set from its tensors."""
+    """Whether attributes of this layer may be sizes that ``set_sizes`` does not set."""
     if type(layer).__module__ in _WITHOUT_CHANNELS:
         return False
     is_known = set_sizes.dispatch(type(layer)) is not set_sizes.dispatch(nn.Module)

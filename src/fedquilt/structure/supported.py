@@ -1,4 +1,4 @@
-"""Models that are refused before they are looked at, each with what to do about it."""
+"""Models that are not supported, each with an error that says what to do."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedquilt.errors import StructureError
-from fedquilt.structure.trace import named_tensors
+from fedquilt.structure.tensors import named_tensors
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def require_supported(model: nn.Module) -> None:
-    """Raises unless a model is of Python modules, whose tensors have a shape and own memory."""
+    """Raises unless a model consists of Python modules whose tensors have shapes and own memory."""
     for path, module in model.named_modules():
         name = f"module '{path}'" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -41,8 +41,8 @@ def require_supported(model: nn.Module) -> None:
 
 
 def _require_own_memory(tensors: Mapping[str, Tensor]) -> None:
-    """A parameter that shares memory would come apart from it when it is cut, sent and averaged."""
-    for one, other in _sharing(tensors):
+    """Raises if a parameter shares memory, which cutting, sending and averaging would split."""
+    for one, other in _find_sharing(tensors):
         if any(isinstance(tensors[name], nn.Parameter) for name in (one, other)):
             raise StructureError(
                 f"'{one}' and '{other}' are two tensors that share memory, and would come apart in "
@@ -51,10 +51,10 @@ def _require_own_memory(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def separate_buffers(model: nn.Module) -> None:
-    """Gives buffers that share memory, as views of one table or expanded values, their own."""
+def unshare_buffers(model: nn.Module) -> None:
+    """Gives own memory to buffers that share it, as views of one table or expanded values do."""
     buffers = dict(model.named_buffers())
-    shared = {other for _, other in _sharing(buffers)}
+    shared = {other for _, other in _find_sharing(buffers)}
     copies = {
         id(buffer): buffer.clone(memory_format=torch.contiguous_format)
         for name, buffer in buffers.items()
@@ -65,19 +65,19 @@ def separate_buffers(model: nn.Module) -> None:
             module._buffers[name] = copies.get(id(buffer), buffer)
 
 
-def _sharing(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Names of tensors that are not the same and have memory in common, in pairs."""
+def _find_sharing(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Pairs of names of different tensors that share memory."""
     by_storage: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.numel() and tensor.device.type != "meta" and tensor.layout is torch.strided:
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     for names in by_storage.values():
         for one, other in itertools.combinations(names, 2):
-            if _overlap(tensors[one], tensors[other]):
+            if _has_overlap(tensors[one], tensors[other]):
                 yield one, other
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _has_overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two views of a storage have an element in common."""
     used = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
     if one.dtype != other.dtype:

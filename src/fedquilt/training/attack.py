@@ -3,7 +3,7 @@
 Madry, Makelov, Schmidt, Tsipras, Vladu. "Towards Deep Learning Models Resistant to Adversarial
 Attacks." ICLR 2018, Sec. 2. Settings as in Split-Mix (Hong et al., ICLR 2022, Sec. 5.2).
 
-Symbols of the papers -> names here: ε -> epsilon, n -> steps, α -> step, x̃ = x + δ -> found.
+Symbols of the papers -> names here: ε -> epsilon, n -> steps, α -> step, x̃ = x + δ -> near.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedquilt.data import ClientData, Normalise
+from fedquilt.data import ClientData, Normalization
 from fedquilt.errors import ConfigError
 
 SLACK = 1e-3  # how far an input may be out of range by rounding, in pixel units
@@ -24,13 +24,21 @@ SLACK = 1e-3  # how far an input may be out of range by rounding, in pixel units
 
 @dataclass(frozen=True)
 class PGD:
-    """The attack: ``steps`` steps uphill on the loss, no pixel changed by more than ``epsilon``.
+    """The attack: projected gradient ascent on the loss, within a box around each input.
 
-    Every number is in pixel units, for inputs in [``low``, ``high``]. Inputs that were normalised
-    need their ``scale``: the attack is then the one on the pixels, seen through it.
+    Every number is in pixel units.
 
-    Without ``step_size`` a step is min(1.25 ε, ε + 4/255) / steps, as in the public code of
-    Split-Mix (1.43/255 for 8/255 and 7 steps); the text of the paper, Sec. 5.2, says 2/255.
+    Args:
+        epsilon: The most that a pixel may change.
+        steps: The number of steps uphill on the loss.
+        step_size: The size of a step. None: min(1.25 ε, ε + 4/255) / steps, as in the public code
+            of Split-Mix (1.43/255 for 8/255 and 7 steps); the text of the paper, Sec. 5.2, says
+            2/255.
+        random_start: Whether it starts from a random point of the box, or from the input.
+        low: The smallest value of a pixel.
+        high: The largest value of a pixel.
+        scale: The normalization of the inputs. If there is one, the attack is the one on the
+            pixels, seen through it.
 
     >>> round(PGD().step * 255, 3), PGD(step_size=2 / 255).step * 255
     (1.429, 2.0)
@@ -42,7 +50,7 @@ class PGD:
     random_start: bool = True
     low: float = 0.0
     high: float = 1.0
-    scale: Normalise | None = None  # of the inputs; None if they are pixels
+    scale: Normalization | None = None  # of the inputs; None if they are pixels
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
@@ -65,12 +73,12 @@ class PGD:
             return self.step_size
         return min(1.25 * self.epsilon, self.epsilon + 4 / 255) / self.steps
 
-    def on(self, examples: ClientData) -> PGD:
-        """The same attack for inputs that were normalised as these examples are."""
+    def for_examples(self, examples: ClientData) -> PGD:
+        """The same attack for inputs that were normalized as these examples are."""
         scale = getattr(examples, "scale", None)
         return self if scale is None else replace(self, scale=scale)
 
-    def perturbed(
+    def perturb(
         self,
         model: Callable[[Tensor], Tensor],
         x: Tensor,
@@ -87,18 +95,20 @@ class PGD:
         """
         with torch.inference_mode(False), torch.enable_grad():
             x, y = x.detach().clone(), y.clone()  # so that it works in inference mode, too
-            pixel, lowest, highest = self._units(x)
+            pixel, lowest, highest = self._pixel_units(x)
             _check_range(x, lowest - SLACK * pixel, highest + SLACK * pixel, self)
             radius, step = self.epsilon * pixel, self.step * pixel
             low, high = (x - radius).clamp(lowest, highest), (x + radius).clamp(lowest, highest)
-            found = x.clamp(low, high)
+            near = x.clamp(low, high)
             if self.random_start:
-                found = (x + radius * _noise(x, generator)).clamp(low, high)
+                near = (x + radius * _draw_noise(x, generator)).clamp(low, high)
             for _ in range(self.steps):
-                found = (found + step * _uphill(model, found, y).sign()).clamp(low, high)
-        return found
+                near = (near + step * _compute_input_gradient(model, near, y).sign()).clamp(
+                    low, high
+                )
+        return near
 
-    def _units(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _pixel_units(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One pixel unit, the lowest and the highest pixel, as the inputs have them."""
         if self.scale is None:
             return x.new_tensor(1.0), x.new_tensor(self.low), x.new_tensor(self.high)
@@ -111,29 +121,29 @@ def _check_range(x: Tensor, lowest: Tensor, highest: Tensor, attack: PGD) -> Non
         raise ConfigError(
             f"an attack needs inputs with pixels in [{attack.low}, {attack.high}], got inputs from "
             f"{x.min().item():.3g} to {x.max().item():.3g}; give PGD the inputs' "
-            "scale=Normalise(mean, std), or their low and high"
+            "scale=Normalization(mean, std), or their low and high"
         )
 
 
-def _noise(x: Tensor, generator: torch.Generator | None) -> Tensor:
+def _draw_noise(x: Tensor, generator: torch.Generator | None) -> Tensor:
     """Uniform in [-1, 1), drawn where the generator lives."""
     device = x.device if generator is None else generator.device
     drawn = torch.rand(x.shape, generator=generator, device=device, dtype=x.dtype)
     return 2 * drawn.to(x.device) - 1
 
 
-def _uphill(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+def _compute_input_gradient(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     """The gradient of the loss with respect to the inputs."""
     x = x.detach().requires_grad_()
     logits = model(x)
-    # summed: the gradient of an input does not shrink with the number of its neighbours
+    # summed: the gradient of an input does not shrink with the number of its neighbors
     loss = F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum")
     (gradient,) = torch.autograd.grad(loss, x)
     return gradient
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
+def frozen_model(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode and without gradients; afterwards exactly as it was.
 
     An attack on the model leaves no trace then: neither statistics nor gradients (Split-Mix,

@@ -1,12 +1,11 @@
 """Training weights and architecture in turn, by gradient (ADDS, Algorithm 1, lines 10-17).
 
 Symbols of the paper -> names here: A = {α^k} -> shares, w, θ -> the module's weights, I -> the
-subnet, λ -> weight of the regulariser, ε -> softness, b -> importance, ω -> gates.
+subnet, λ -> weight of the regularizer, ε -> softness, b -> importance, ω -> gates.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -16,19 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
-from fedquilt.errors import ConfigError, TrainingError, unknown
-from fedquilt.federation.boundary import Metric, Terms, training
-from fedquilt.federation.client import Client, Task, Update, seed_of
-from fedquilt.structure.groups import Structure, following, leading
+from fedquilt.errors import ConfigError, TrainingError, describe_unknown
+from fedquilt.federation.client import Client, ClientResult, Task, Update, derive_seed
+from fedquilt.federation.validation import MetricSpec, ReplySpec, training_metrics
+from fedquilt.structure.groups import count_leading
+from fedquilt.structure.structure import Structure, map_followers
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import named_tensors
-from fedquilt.training.descent import Descent, Optimiser
-from fedquilt.training.gating import Gated, gated
+from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.context import ClientContext
+from fedquilt.training.gating import Gates, gate_module
+from fedquilt.training.loop import Batch, iterate_batches, run_epochs, split_evenly
 from fedquilt.training.losses import cross_entropy
-from fedquilt.training.recipe import Workbench
-from fedquilt.training.relevance import relevances
-from fedquilt.training.sampling import divergence, gates
-from fedquilt.training.sgd import batches
+from fedquilt.training.relevance import compute_relevance
+from fedquilt.training.sampling import label_divergence, sample_gates
+from fedquilt.training.settings import LocalTraining
+from fedquilt.training.sgd import SGDStep
 
 Importance = Literal["slimming", "lrp"]
 SHARES = "shares"  # under this name a client keeps its architecture
@@ -36,26 +37,37 @@ SHARES = "shares"  # under this name a client keeps its architecture
 
 @dataclass(frozen=True)
 class Bilevel:
-    """The recipe: in turn a step of the shares on validation data and one of the weights.
+    """The recipe: a step of the shares on validation data and a step of the weights, in turn.
 
-    Every step draws a subnet. Shares of channels are trained for ``groups``, one each, within
-    [``least``, 1]; others are whole. In the end the most important channels are the subnet that
-    goes back, and its channels are the index map. ``validation`` is the part of the client's
-    training data, drawn anew each time, that the shares are trained on. ``strength`` is λ; None:
-    the divergence of the client's labels from uniform, plus 0.5. With ``persistent`` the shares are
-    kept by the client from round to round; with ``by_examples`` it counts by the size of its data.
+    Every step draws a subnet. A share of channels is trained for each of ``groups``; others are
+    whole. In the end the most important channels of each group are the subnet that is sent.
 
-    By ``importance="slimming"`` channels matter as the scales of their normalisation say, or else
-    the activations of the last batch; by ``"lrp"`` as their relevance to the validation data does,
-    found anew before every epoch and at the end. Both of the latter are in means of their group.
+    Args:
+        local_training: Optimizer of the weights, epochs and batches.
+        lr: The learning rate of the weights in this round.
+        groups: Width groups whose shares are trained.
+        keep_fraction: The share of channels that a new client starts with.
+        keep_lr: The learning rate of the shares.
+        min_fraction: The least share.
+        softness: ε of the sampling of channels.
+        strength: λ of the regularizer; None: the divergence of the client's labels from uniform,
+            plus 0.5.
+        validation: The fraction of the client's training data that the shares are trained on; it
+            is drawn anew each time.
+        persistent: Whether the client keeps its shares from round to round.
+        by_examples: Whether the update's weight is the number of examples; else it is 1.
+        importance: By ``"slimming"`` channels matter as the scales of their normalization say, or
+            else the activations of the last batch. By ``"lrp"`` they matter by their relevance to
+            the validation data, measured before every epoch and at the end. Activations and
+            relevances are divided by the mean of their group.
     """
 
-    optimiser: Optimiser
+    local_training: LocalTraining
     lr: float
     groups: tuple[str, ...]
-    share: float = 1.0
-    share_lr: float = 0.01
-    least: float = 0.1
+    keep_fraction: float = 1.0
+    keep_lr: float = 0.01
+    min_fraction: float = 0.1
     softness: float = 1.0
     strength: float | None = None
     validation: float = 0.1
@@ -64,45 +76,47 @@ class Bilevel:
     importance: Importance = "slimming"
 
     def __post_init__(self) -> None:
-        """Refuses an importance that there is not."""
-        refuse_no_importance(self.importance)
+        """Refuses an unknown importance."""
+        validate_importance(self.importance)
 
-    def run(self, task: Task, bench: Workbench) -> Update:
-        """Trains, and sends what was found to matter."""
+    def run(self, task: Task, context: ClientContext) -> ClientResult:
+        """Trains, and sends the most important channels."""
         (whole,) = task.subnets
-        data = bench.examples("train", task.client)
-        module = bench.module(whole, task.params).train()
-        kept = (bench.kept or {}).get(SHARES) if self.persistent else None
-        shares = torch.full((len(self.groups),), self.share) if kept is None else kept.clone()
-        with gated(module, bench.structure, self.groups) as gates:
-            local = _Local(self, module, bench.structure, gates, shares)
-            loss, examples = local.train(data, task.seed, bench)
+        data = context.examples("train", task.client)
+        module = context.module(whole, task.params).train()
+        kept = context.client_state.get(SHARES) if self.persistent else None
+        shares = (
+            torch.full((len(self.groups),), self.keep_fraction) if kept is None else kept.clone()
+        )
+        with gate_module(module, context.structure, self.groups) as gates:
+            local = _BilevelTrainer(self, module, context.structure, gates, shares)
+            loss, examples = local.train(data, task.seed, context)
             if not bool(torch.isfinite(shares).all()):
                 raise TrainingError("its shares are not finite any more; its training diverged")
-            subnet = local.subnet()
-        if self.persistent:
-            bench.to_keep = {**(bench.kept or {}), SHARES: shares}
+            subnet = local.choose_subnet()
         metrics = {"loss": loss, "examples": examples, "share": float(shares.mean())}
-        sent = Subnet(subnet.kept, without=whole.without)
-        tensors = bench.tensors(module, sent, whole)
+        sent = Subnet(subnet.kept, excluded=whole.excluded)
+        tensors = context.tensors(module, sent, whole)
         weight = float(len(data)) if self.by_examples else 1.0
-        return Update(task.client, (sent,), (tensors,), weight, metrics)
+        update = Update(task.client, (sent,), (tensors,), weight, metrics)
+        state = {**context.client_state, SHARES: shares} if self.persistent else None
+        return ClientResult(update, state)
 
-    def terms(self, task: Task, client: Client) -> Terms:
-        """What its answer may be: any part of the net."""
+    def reply_spec(self, task: Task, client: Client) -> ReplySpec:
+        """What the reply may be: any part of the net."""
         weight = float(client.num_examples) if self.by_examples else 1.0
-        metrics = training(client.num_examples, share=Metric(high=1.0))
-        return Terms(task.subnets, weight, metrics, is_chosen=True)
+        metrics = training_metrics(client.num_examples, share=MetricSpec(high=1.0))
+        return ReplySpec(task.subnets, weight, metrics, is_chosen=True)
 
     def penalty(self, data: ClientData, num_classes: int) -> float:
         """λ: as given, or by how far the client's labels are from uniform (Sec. 4.1.4)."""
         if self.strength is not None:
             return self.strength
         counts = np.bincount(np.asarray(data.labels).reshape(-1), minlength=num_classes)
-        return divergence(counts) + 0.5
+        return label_divergence(counts) + 0.5
 
 
-class _Local:
+class _BilevelTrainer:
     """One client's weights and shares."""
 
     def __init__(
@@ -110,139 +124,162 @@ class _Local:
         settings: Bilevel,
         module: nn.Module,
         structure: Structure,
-        gates: Gated,
+        gates: Gates,
         shares: Tensor,
     ) -> None:
         self._settings, self._module, self._structure = settings, module, structure
         self._gates, self._shares = gates, shares
-        self._norms = norms(module, structure, settings.groups)
+        self._norms = read_norm_scales(module, structure, settings.groups)
         self._relevance: Mapping[str, Tensor] | None = None
         if settings.importance == "slimming":
             gates.wants_activity = frozenset(g for g in settings.groups if not self._norms[g])
-        self._descent = Descent(module.parameters(), settings.optimiser, settings.lr)
+        self._optimizer = SGDStep(
+            module.parameters(), settings.local_training.optimizer_at(settings.lr)
+        )
 
-    def train(self, data: ClientData, seed: int, bench: Workbench) -> tuple[float, int]:
+    def train(self, data: ClientData, seed: int, context: ClientContext) -> tuple[float, int]:
         """Epochs of both steps in turn; the mean loss of the last, and the examples trained on."""
-        settings, optimiser = self._settings, self._settings.optimiser
-        torch.default_generator.manual_seed(seed)
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.Generator().manual_seed(seed_of(seed, 1))
-        held_back, rest = self._parted(len(data), torch.Generator().manual_seed(seed_of(seed, 2)))
+        validation, training = self._split_rows(
+            len(data), torch.Generator().manual_seed(derive_seed(seed, 2))
+        )
+        noise = torch.Generator().manual_seed(derive_seed(seed, 1))
         classes = self._structure.classes
         num_classes = self._structure.groups[classes].size if classes else 1
-        strength = settings.penalty(data, num_classes)
-        total = torch.zeros(())
-        for epoch in range(optimiser.epochs):
-            self._look(data, held_back)
-            total, count = torch.zeros(()), 0
-            checks = self._endless(held_back, generator)
-            for rows in batches(len(rest), optimiser.batch_size, generator):
-                self._move_shares(data, next(checks), strength, noise)
-                x, y = data.batch(rest[rows], generator)
-                total += self._move_weights(x, y, noise) * len(rows)
-                count += len(rows)
-                bench.tell((epoch + count / len(rest)) / optimiser.epochs)
-            total = total / count
-        self._look(data, held_back)
-        return float(total), len(rest)
+        strength = self._settings.penalty(data, num_classes)
+        loop = self._settings.local_training.loop
+        validation_batches: Iterator[Tensor] | None = None
 
-    def _look(self, data: ClientData, rows: Tensor) -> None:
-        """Relevance of the whole net's channels, if it is what counts."""
+        def before_epoch() -> None:
+            nonlocal validation_batches
+            self._measure_relevance(data, validation)
+            validation_batches = None
+
+        def step_shares(generator: torch.Generator) -> None:
+            nonlocal validation_batches
+            if validation_batches is None:
+                validation_batches = _cycle_batches(validation, loop.batch_size, generator)
+            self._step_shares(data, next(validation_batches), strength, noise)
+
+        def step_weights(batch: Batch, generator: torch.Generator) -> Tensor:
+            return self._step_weights(batch, noise)
+
+        loss = run_epochs(
+            data,
+            step_weights,
+            loop,
+            seed,
+            context.report_progress,
+            rows=training,
+            before_epoch=before_epoch,
+            before_batch=step_shares,
+        )
+        self._measure_relevance(data, validation)
+        return loss, len(training)
+
+    def _measure_relevance(self, data: ClientData, rows: Tensor) -> None:
+        """Relevance of the whole net's channels, if channels matter by it."""
         settings = self._settings
         if settings.importance != "lrp":
             return
         self._gates.values = {}
         sums = {g: torch.zeros(self._structure.groups[g].size) for g in settings.groups}
-        for some in rows.tensor_split(math.ceil(len(rows) / settings.optimiser.batch_size)):
-            found = relevances(self._module, self._structure, settings.groups, *data.batch(some))
-            sums = {g: total + found[g] for g, total in sums.items()}
-        self._relevance = {g: in_means(total) for g, total in sums.items()}
+        for batch_rows in split_evenly(rows, settings.local_training.batch_size):
+            relevance = compute_relevance(
+                self._module, self._structure, settings.groups, *data.batch(batch_rows)
+            )
+            sums = {g: total + relevance[g] for g, total in sums.items()}
+        self._relevance = {g: divide_by_mean(total) for g, total in sums.items()}
 
-    def _parted(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _split_rows(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Rows to train the shares on, two or more, and rows to train the weights on.
 
-        Of a single example both are.
+        A single example serves for both.
         """
         order = torch.randperm(count, generator=generator)
-        held_back = max(min(2, count - 1), 1, round(self._settings.validation * count))
-        return order[:held_back], order[held_back:] if count > 1 else order
+        num_validation = max(min(2, count - 1), 1, round(self._settings.validation * count))
+        return order[:num_validation], order[num_validation:] if count > 1 else order
 
-    def _endless(self, rows: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
-        while True:
-            for some in batches(len(rows), self._settings.optimiser.batch_size, generator):
-                yield rows[some]
-
-    def _move_shares(
+    def _step_shares(
         self, data: ClientData, rows: Tensor, strength: float, noise: torch.Generator
     ) -> None:
         """Line 13: A descends on L_val (Eqs. 5, 6, 9), the weights as they are."""
         shares = self._shares.clone().requires_grad_()
-        self._draw(shares, noise)
+        self._draw_gates(shares, noise)
         x, y = data.batch(rows)
         loss = cross_entropy(self._module(x), y) + strength * (shares**2).sum()
         (gradient,) = torch.autograd.grad(loss, [shares])
-        self._shares -= self._settings.share_lr * gradient
-        self._shares.clamp_(self._settings.least, 1.0)
+        self._shares -= self._settings.keep_lr * gradient
+        self._shares.clamp_(self._settings.min_fraction, 1.0)
 
-    def _move_weights(self, x: Tensor, y: Tensor, noise: torch.Generator) -> Tensor:
+    def _step_weights(self, batch: Batch, noise: torch.Generator) -> Tensor:
         """Line 14: w descends on L_train, through a subnet that is drawn."""
         with torch.no_grad():
-            self._draw(self._shares, noise)
+            self._draw_gates(self._shares, noise)
+        x, y = batch
         loss = cross_entropy(self._module(x), y)
-        self._descent.step(loss)
+        self._optimizer.step(loss)
         return loss.detach()
 
-    def _draw(self, shares: Tensor, noise: torch.Generator) -> None:
+    def _draw_gates(self, shares: Tensor, noise: torch.Generator) -> None:
         """Gates of every group; at least the most important channel stays open."""
         drawn = {}
         for number, group in enumerate(self._settings.groups):
-            importance = self._importance(group)
+            importance = self._compute_importance(group)
             uniform = torch.rand(len(importance), generator=noise, dtype=torch.float64)
             uniform[importance.argmax()] = 0.0
-            drawn[group] = gates(shares[number], importance, self._settings.softness, uniform)
+            drawn[group] = sample_gates(
+                shares[number], importance, self._settings.softness, uniform
+            )
         self._gates.values = drawn
 
-    def _importance(self, group: str) -> Tensor:
-        """b: relevance; or the scales of normalisation, or else activations of the last batch."""
+    def _compute_importance(self, group: str) -> Tensor:
+        """b: relevance; or the scales of normalization, or else activations of the last batch."""
         if self._relevance is not None:
             return self._relevance[group]
         if self._norms[group]:
             return torch.stack([w.detach().abs() for w in self._norms[group]]).mean(0)
         if group not in self._gates.activity:
             return torch.zeros(self._structure.groups[group].size)
-        return in_means(self._gates.activity[group])
+        return divide_by_mean(self._gates.activity[group])
 
-    def subnet(self) -> Subnet:
+    def choose_subnet(self) -> Subnet:
         """Line 16: the top ⌈α C⌉ channels of each group."""
-        found = {}
+        channels = {}
         for share, group in zip(self._shares.tolist(), self._settings.groups, strict=True):
-            count = leading(self._structure.groups[group].size, share)
-            order = self._importance(group).argsort(descending=True, stable=True)
-            found[group] = order[:count].tolist()
-        return Subnet.of(
-            {g: c for g, c in found.items() if len(c) < self._structure.groups[g].size}
+            count = count_leading(self._structure.groups[group].size, share)
+            order = self._compute_importance(group).argsort(descending=True, stable=True)
+            channels[group] = order[:count].tolist()
+        return Subnet.from_channels(
+            {g: c for g, c in channels.items() if len(c) < self._structure.groups[g].size}
         )
 
 
-def in_means(values: Tensor) -> Tensor:
+def _cycle_batches(rows: Tensor, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Shuffled batches of rows, again and again."""
+    while True:
+        for positions in iterate_batches(len(rows), size, generator):
+            yield rows[positions]
+
+
+def divide_by_mean(values: Tensor) -> Tensor:
     """Values divided by their mean, so that they are comparable with a softness; zeros stay.
 
-    >>> in_means(torch.tensor([1.0, 3.0]))
+    >>> divide_by_mean(torch.tensor([1.0, 3.0]))
     tensor([0.5000, 1.5000])
     """
     return values / values.mean().clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def refuse_no_importance(given: str) -> None:
-    """Refuses what is no measure of importance."""
+def validate_importance(given: str) -> None:
+    """Raises a ConfigError unless it is a known measure of importance."""
     if given not in get_args(Importance):
-        raise ConfigError(unknown("importance", given, get_args(Importance)))
+        raise ConfigError(describe_unknown("importance", given, get_args(Importance)))
 
 
-def norms(
+def read_norm_scales(
     module: nn.Module, structure: Structure, groups: tuple[str, ...]
 ) -> Mapping[str, list[Tensor]]:
-    """The scales of batch normalisation of each group's channels."""
+    """The scales of batch normalization of each group's channels."""
     tensors = named_tensors(module)
     scales = {
         name
@@ -250,4 +287,4 @@ def norms(
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.weight is not None
         for name in (f"{path}.weight" if path else "weight",)
     }
-    return {g: [tensors[n] for n in following(structure)[g] if n in scales] for g in groups}
+    return {g: [tensors[n] for n in map_followers(structure)[g] if n in scales] for g in groups}

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedquilt.training.dualnorm import DualNorm, Share, with_norms
+from fedquilt.training.dualnorm import DualNorm, Share, replace_norms
 
 CODE = 128  # numbers that stand for one λ, as in the public code
 SLOWEST, FASTEST = math.pi / 4, 16 * math.pi  # frequencies of the code
 
 
-def encoded(robustness: Share, like: Tensor) -> Tensor:
+def encode_robustness(robustness: Share, like: Tensor) -> Tensor:
     """λ as a row of numbers: cos(ω λ) for frequencies ω that grow geometrically.
 
     The public code gives each of a few values of λ an orthogonal vector (of a random rotation, or
@@ -53,24 +53,24 @@ class FiLM(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The input, scaled and shifted as λ says."""
-        hidden = F.leaky_relu(self.hidden(encoded(self.robustness, self.hidden.weight)))
+        hidden = F.leaky_relu(self.hidden(encode_robustness(self.robustness, self.hidden.weight)))
         scale, shift = 1 + self.scale(hidden).squeeze(0), self.shift(hidden).squeeze(0)
-        # a normalisation by nothing: one pass over x, whatever its number of axes
+        # a normalization by nothing: one pass over x, whatever its number of axes
         zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
         return F.batch_norm(x, zeros, ones, scale, shift, eps=0.0)
 
 
-def conditional(model: nn.Module) -> nn.Module:
-    """A copy of the model in which every batch normalisation is dual and followed by ``FiLM``.
+def make_conditional(model: nn.Module) -> nn.Module:
+    """A copy of the model in which every batch normalization is dual and followed by ``FiLM``.
 
     The clean half is for λ = 0, the noise half for every λ > 0. A tensor
     ``<name>.weight`` becomes ``<name>.norm.clean.weight`` and ``<name>.norm.noise.weight``, and
     ``<name>.film.*`` is new. The hidden layers are drawn from torch's generator, as layers are.
     """
-    return with_norms(model, _conditioned)
+    return replace_norms(model, _make_conditional_norm)
 
 
-def _conditioned(clean: _BatchNorm, noise: _BatchNorm) -> nn.Module:
+def _make_conditional_norm(clean: _BatchNorm, noise: _BatchNorm) -> nn.Module:
     film = FiLM(clean.num_features)
     like = next(itertools.chain(clean.parameters(), clean.buffers()), None)
     if like is not None:

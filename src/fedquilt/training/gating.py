@@ -1,7 +1,7 @@
 """Gates on the channels of a net: a subnet's output, and a gradient for every channel, at once.
 
 A channel is gated where layers take it in, so that every path through it goes through one gate,
-whatever made the channel: a convolution, a sum of several, a normalisation.
+whatever made the channel: a convolution, a sum of several, a normalization.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from fedquilt.structure.cut import build
-from fedquilt.structure.groups import Axis, Structure
+from fedquilt.structure.cut import build_module
+from fedquilt.structure.groups import Axis
+from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.trace import Example, arguments, named_tensors
+from fedquilt.structure.tensors import Example, named_tensors, to_arguments
 
 
-class Gated:
+class Gates:
     """A module with a gate for every channel of some groups, and what goes through them."""
 
     def __init__(self, module: nn.Module, structure: Structure, groups: Sequence[str]) -> None:
@@ -29,8 +30,8 @@ class Gated:
         self.wants_activity: frozenset[str] = frozenset()
         self._groups = frozenset(groups)
         self._hooks = [
-            layer.register_forward_pre_hook(self._gate(axis, last))
-            for layer, axis, last in takers(module, structure)
+            layer.register_forward_pre_hook(self._add_gate(axis, last))
+            for layer, axis, last in find_consumers(module, structure)
             if any(span.group in self._groups for span in axis)
         ]
 
@@ -39,12 +40,12 @@ class Gated:
         for hook in self._hooks:
             hook.remove()
 
-    def _gate(self, axis: Axis, last: bool) -> Any:
+    def _add_gate(self, axis: Axis, last: bool) -> Any:
         spans = [(span.group, torch.tensor(span.channels)) for span in axis]
 
         def hook(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x, *rest = inputs
-            self._note(x, spans, last)
+            self._record_activity(x, spans, last)
             if not any(group in self.values for group, _ in spans):
                 return inputs
             parts = [
@@ -58,7 +59,9 @@ class Gated:
 
         return hook
 
-    def _note(self, x: Tensor, spans: list[tuple[str | None, Tensor]], last: bool) -> None:
+    def _record_activity(
+        self, x: Tensor, spans: list[tuple[str | None, Tensor]], last: bool
+    ) -> None:
         """Mean absolute inputs by channel, before gates."""
         wanted = [group for group, _ in spans if group in self.wants_activity]
         if not wanted:
@@ -77,16 +80,18 @@ class Gated:
 
 
 @contextmanager
-def gated(module: nn.Module, structure: Structure, groups: Sequence[str]) -> Iterator[Gated]:
+def gate_module(module: nn.Module, structure: Structure, groups: Sequence[str]) -> Iterator[Gates]:
     """The module with gates, between ``with`` and its end."""
-    gates = Gated(module, structure, groups)
+    gates = Gates(module, structure, groups)
     try:
         yield gates
     finally:
         gates.remove()
 
 
-def takers(module: nn.Module, structure: Structure) -> Iterator[tuple[nn.Module, Axis, bool]]:
+def find_consumers(
+    module: nn.Module, structure: Structure
+) -> Iterator[tuple[nn.Module, Axis, bool]]:
     """Layers that take channels in, the axis of those, and whether it is the last of an input."""
     name_of = {id(tensor): name for name, tensor in named_tensors(module).items()}
     for layer in module.modules():
@@ -99,33 +104,35 @@ def takers(module: nn.Module, structure: Structure) -> Iterator[tuple[nn.Module,
             yield layer, axis, is_linear
 
 
-def gateable(model: nn.Module, structure: Structure, example: Example) -> tuple[str, ...]:
+def find_gateable_groups(
+    model: nn.Module, structure: Structure, example: Example
+) -> tuple[str, ...]:
     """Groups whose gates do what their subnets do, tried on the example with half of each closed.
 
     Not those that reach something other than a linear layer or a convolution, such as recurrent
     layers and PyTorch's attention, which ask their weights and not their modules.
     """
-    found = []
+    groups = []
     for group in structure.cut_groups():
         size = structure.groups[group].size
-        if size > 1 and _does_the_same(model, structure, example, group, size):
-            found.append(group)
-    return tuple(found)
+        if size > 1 and _matches_subnet(model, structure, example, group, size):
+            groups.append(group)
+    return tuple(groups)
 
 
 @torch.no_grad()
-def _does_the_same(
+def _matches_subnet(
     model: nn.Module, structure: Structure, example: Example, group: str, size: int
 ) -> bool:
-    half = Subnet.of({group: range(0, size, 2)})
-    whole, small = (build(model, structure, s).double().eval() for s in (Subnet(), half))
-    with torch.random.fork_rng(devices=[]), gated(whole, structure, [group]) as gates:
+    half = Subnet.from_channels({group: range(0, size, 2)})
+    whole, small = (build_module(model, structure, s).double().eval() for s in (Subnet(), half))
+    with torch.random.fork_rng(devices=[]), gate_module(whole, structure, [group]) as gates:
         torch.default_generator.manual_seed(0)
         inputs = tuple(
             torch.rand(2, *x.shape[1:], dtype=torch.float64)
             if isinstance(x, Tensor) and x.is_floating_point()
             else x
-            for x in arguments(example)
+            for x in to_arguments(example)
         )
         gates.values = {group: (torch.arange(size) % 2 == 0).double()}
         return torch.allclose(whole(*inputs), small(*inputs), rtol=1e-6, atol=1e-9)

@@ -1,4 +1,4 @@
-"""Losses that clients minimise."""
+"""Losses that clients minimize."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def label_mask(labels: tuple[int, ...], num_classes: int) -> Tensor:
     return foreign
 
 
-def masked(logits: Tensor, foreign: Tensor) -> Tensor:
+def mask_logits(logits: Tensor, foreign: Tensor) -> Tensor:
     """The logits with those of foreign classes replaced by zero (HeteroFL, Sec. 4).
 
     Zero, not minus infinity: the paper found that this gives stable results.
@@ -36,5 +36,5 @@ def cross_entropy(logits: Tensor, labels: Tensor, own: tuple[int, ...] | None = 
     Logits may have any number of axes; classes are on the last.
     """
     if own is not None:
-        logits = masked(logits, label_mask(own, logits.shape[-1]))
+        logits = mask_logits(logits, label_mask(own, logits.shape[-1]))
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())

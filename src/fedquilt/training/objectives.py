@@ -1,4 +1,4 @@
-"""What a client minimises on one batch: accuracy, robustness, or every trade-off between them.
+"""What a client minimizes on one batch: accuracy, robustness, or every trade-off between them.
 
 Adversarial training is Eq. 1 and Algorithm 4 of Split-Mix (Hong et al., ICLR 2022); once-for-all
 training is Wang et al., NeurIPS 2020.
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.errors import ConfigError
-from fedquilt.training.attack import PGD, frozen
-from fedquilt.training.dualnorm import with_path, with_robustness
+from fedquilt.training.attack import PGD, frozen_model
+from fedquilt.training.dualnorm import at_robustness, on_path
+from fedquilt.training.loop import Batch
 from fedquilt.training.losses import cross_entropy
 
 
@@ -27,20 +28,23 @@ class Objective(Protocol):
     def loss(
         self,
         module: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        own: tuple[int, ...] | None,
+        batch: Batch,
+        labels: tuple[int, ...] | None,
         generator: torch.Generator,
     ) -> Tensor:
-        """The loss to descend on; the module's modes and dials are afterwards as before.
+        """The loss to minimize; the module's modes and dials are afterwards as before.
 
-        ``own`` are the client's classes if the loss is over those only, as in ``cross_entropy``.
+        Args:
+            module: The net that is trained.
+            batch: Inputs and targets.
+            labels: The classes that the loss is over, as in ``cross_entropy``; None: all.
+            generator: For what the objective draws.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Plain:
+class CrossEntropy:
     """Cross entropy on the examples as they are."""
 
     least = 0.0  # that the loss can be
@@ -48,13 +52,13 @@ class Plain:
     def loss(
         self,
         module: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        own: tuple[int, ...] | None,
+        batch: Batch,
+        labels: tuple[int, ...] | None,
         generator: torch.Generator,
     ) -> Tensor:
         """The cross entropy of one batch."""
-        return cross_entropy(module(x), y, own)
+        x, y = batch
+        return cross_entropy(module(x), y, labels)
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,11 @@ class Adversarial:
     """Adversarial training at one trade-off.
 
     Eq. 1: L = (1 − λ_n) CE(f(x), y) + λ_n max_{‖δ‖ ≤ ε} CE(f(x + δ), y). On a model with dual
-    normalisation this is Algorithm 4: the clean term uses the clean halves; the noise halves are
+    normalization this is Algorithm 4: the clean term uses the clean halves; the noise halves are
     used to find x + δ and for the second term. On any other model both terms use the same layers
     (FedAvg + AT). At ``share`` 0 nothing is attacked, at 1 nothing clean is looked at.
 
-    The attack maximises the cross entropy over all classes, as the public code does, even where
+    The attack maximizes the cross entropy over all classes, as the public code does, even where
     the loss is over the client's own.
     """
 
@@ -75,46 +79,45 @@ class Adversarial:
     least = 0.0  # that the loss can be
 
     def __post_init__(self) -> None:
-        """Refuses a share that is none."""
+        """Refuses a share outside of [0, 1]."""
         _check_share(self.share)
 
     def loss(
         self,
         module: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        own: tuple[int, ...] | None,
+        batch: Batch,
+        labels: tuple[int, ...] | None,
         generator: torch.Generator,
     ) -> Tensor:
         """The loss of Eq. 1 on one batch."""
-        return _trade_off(self, 0.0, module, x, y, own, generator)
+        return _adversarial_loss(self, 0.0, module, batch, labels, generator)
 
 
-def _trade_off(
+def _adversarial_loss(
     setting: Adversarial,
     clean_path: float | None,
     module: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    own: tuple[int, ...] | None,
+    batch: Batch,
+    labels: tuple[int, ...] | None,
     generator: torch.Generator,
 ) -> Tensor:
     """Eq. 1, the lines of Algorithm 4 in their order."""
+    x, y = batch
     terms: list[Tensor] = []
     if setting.share < 1:
-        with with_path(module, clean_path):
-            terms.append((1 - setting.share) * cross_entropy(module(x), y, own))
+        with on_path(module, clean_path):
+            terms.append((1 - setting.share) * cross_entropy(module(x), y, labels))
     if setting.share > 0:
-        with with_path(module, 1.0):
-            with frozen(module):
-                near = setting.attack.perturbed(module, x, y, generator)
-            terms.append(setting.share * cross_entropy(module(near), y, own))
+        with on_path(module, 1.0):
+            with frozen_model(module):
+                near = setting.attack.perturb(module, x, y, generator)
+            terms.append(setting.share * cross_entropy(module(near), y, labels))
     return sum(terms[1:], terms[0])
 
 
 @dataclass(frozen=True)
 class OnceForAll:
-    """Adversarial training at every trade-off: another λ for each batch, and the model is told.
+    """Adversarial training at every trade-off: another λ for each batch, which the model is given.
 
     λ is drawn from ``shares`` for the batch, set in the ``conditional`` model, and weighs the terms
     of Eq. 1. The public code draws a λ for each example; one for the batch needs one pass of each
@@ -127,7 +130,7 @@ class OnceForAll:
     least = 0.0  # that the loss can be
 
     def __post_init__(self) -> None:
-        """Refuses shares that are none."""
+        """Refuses shares outside of [0, 1]."""
         if not self.shares:
             raise ConfigError("shares must name at least one trade-off, got none; try (0.0, 1.0)")
         for share in self.shares:
@@ -136,23 +139,22 @@ class OnceForAll:
     def loss(
         self,
         module: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        own: tuple[int, ...] | None,
+        batch: Batch,
+        labels: tuple[int, ...] | None,
         generator: torch.Generator,
     ) -> Tensor:
         """The loss of Eq. 1 at a trade-off drawn for this batch."""
         drawn = torch.randint(len(self.shares), (), generator=generator, device=generator.device)
         setting = Adversarial(self.attack, self.shares[int(drawn)])
-        with with_robustness(module, setting.share):
-            return _trade_off(setting, None, module, x, y, own, generator)
+        with at_robustness(module, setting.share):
+            return _adversarial_loss(setting, None, module, batch, labels, generator)
 
 
-def through(objective: Objective, examples: ClientData) -> Objective:
+def bind_examples(objective: Objective, examples: ClientData) -> Objective:
     """The objective whose attack sees the pixels of these examples, however they are scaled."""
     if not isinstance(objective, (Adversarial, OnceForAll)):
         return objective
-    return replace(objective, attack=objective.attack.on(examples))
+    return replace(objective, attack=objective.attack.for_examples(examples))
 
 
 def _check_share(share: float) -> None:

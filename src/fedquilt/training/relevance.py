@@ -9,7 +9,7 @@ in which each operation above the layers in question is a module of its own, by 
     sums, means, average pooling    EpsilonRule on positive parts: Eq. 11 where weights are equal
     max pooling                     EpsilonRule: to the largest
     products of two values          EpsilonRule on the root: half to each
-    activations, normalisation      IdentityRule; where a layer's outputs are scaled by negative
+    activations, normalization      IdentityRule; where a layer's outputs are scaled by negative
                                     numbers, its weights change sign
     reshaping, concatenation        each number keeps its own
 
@@ -29,30 +29,31 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fedquilt.errors import ConfigError
-from fedquilt.structure.groups import Axis, Structure
-from fedquilt.structure.trace import Example, arguments, training_inputs
-from fedquilt.training.gating import takers
-from fedquilt.training.tape import Made, Step, Tape, record, still
+from fedquilt.structure.groups import Axis
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.tensors import Example, make_training_inputs, to_arguments
+from fedquilt.training.gating import find_consumers
+from fedquilt.training.tape import RecordedCall, Tape, TensorRef, evaluation_mode, record_forward
 
 
-def _names(words: str) -> frozenset[str]:
+def _expand_names(words: str) -> frozenset[str]:
     """PyTorch's names of functions; ``*d`` stands for one, two and three dimensions."""
     return frozenset(w.replace("*", n) for w in words.split() for n in ("1", "2", "3"))
 
 
-PRODUCTS = _names("linear conv*d conv_transpose*d")
-MEANS = _names("mean sum avg_pool*d adaptive_avg_pool*d")
-LARGEST = _names("amax max_pool*d adaptive_max_pool*d")
-SUMS = _names("add add_")
-TIMES = _names("mul mul_")
+PRODUCTS = _expand_names("linear conv*d conv_transpose*d")
+MEANS = _expand_names("mean sum avg_pool*d adaptive_avg_pool*d")
+LARGEST = _expand_names("amax max_pool*d adaptive_max_pool*d")
+SUMS = _expand_names("add add_")
+TIMES = _expand_names("mul mul_")
 SCALES = {"batch_norm": 3, "instance_norm": 3, "group_norm": 2}  # the place of the scale
-PASSED = _names(
+PASSED = _expand_names(
     "batch_norm instance_norm group_norm layer_norm rms_norm relu relu_ relu6 leaky_relu "
     "leaky_relu_ prelu rrelu elu elu_ selu celu gelu silu mish softplus hardswish hardsigmoid "
     "hardtanh sigmoid tanh softsign logsigmoid clamp clamp_min dropout dropout*d alpha_dropout "
     "feature_alpha_dropout detach div div_ sub sub_"
 )
-MOVED = _names(
+MOVED = _expand_names(
     "flatten view reshape unflatten permute transpose movedim squeeze unsqueeze expand repeat cat "
     "concat concatenate stack chunk split unbind narrow select index_select __getitem__ flip roll "
     "pad pixel_shuffle pixel_unshuffle channel_shuffle contiguous clone to float double"
@@ -61,7 +62,7 @@ NAMED = ("input", "weight", "bias")  # the first arguments of products
 TINY = 1e-30  # so that a root has a gradient at zero
 
 
-def relevances(
+def compute_relevance(
     module: nn.Module, structure: Structure, groups: Sequence[str], inputs: Example, labels: Tensor
 ) -> dict[str, Tensor]:
     """How much each channel of the groups does for the logits of the true classes, in a batch.
@@ -73,15 +74,15 @@ def relevances(
     """
     layers = {
         id(layer.weight): (axis, last)
-        for layer, axis, last in takers(module, structure)
+        for layer, axis, last in find_consumers(module, structure)
         if any(span.group in groups for span in axis)
     }
-    found = {g: torch.zeros(structure.groups[g].size) for g in groups}
+    totals = {g: torch.zeros(structure.groups[g].size) for g in groups}
     reached: set[str | None] = set()
-    tape = record(module, arguments(inputs))
-    for step, relevance in _followed(tape, labels, layers.keys()):
+    tape = record_forward(module, to_arguments(inputs))
+    for step, relevance in _trace_relevance(tape, labels, layers.keys()):
         axis, last = layers[id(step.argument("weight", 1))]
-        _add(found, relevance, axis, relevance.ndim - 1 if last else 1)
+        _add(totals, relevance, axis, relevance.ndim - 1 if last else 1)
         reached.update(span.group for span in axis)
     for group in groups:
         if group not in reached:
@@ -89,42 +90,44 @@ def relevances(
                 f"relevance cannot be followed from the model's output to the channels of "
                 f"'{group}'; use importance = 'slimming'"
             )
-    return found
+    return totals
 
 
-def refuse(
+def require_relevance(
     module: nn.Module, structure: Structure, groups: Sequence[str], example: Example
 ) -> None:
     """Refuses a net through which relevance cannot be followed, by trying on the example."""
-    *_, inputs = training_inputs(arguments(example))
-    with torch.no_grad(), still(module):
+    *_, inputs = make_training_inputs(to_arguments(example))
+    with torch.no_grad(), evaluation_mode(module):
         labels = torch.zeros(module(*inputs).shape[:-1], dtype=torch.int64)
-    relevances(module, structure, groups, inputs, labels)
+    compute_relevance(module, structure, groups, inputs, labels)
 
 
-def _add(found: dict[str, Tensor], relevance: Tensor, axis: Axis, place: int) -> None:
+def _add(totals: dict[str, Tensor], relevance: Tensor, axis: Axis, place: int) -> None:
     """Adds the relevance of an input to that of the channels along one of its axes."""
     sums, first = relevance.movedim(place, 0).flatten(1).sum(1).float(), 0
     for span in axis:
         part = sums[first : first + len(span.channels)]
         first += len(span.channels)
-        if span.group in found:
-            found[span.group].index_add_(0, torch.tensor(span.channels), part)
+        if span.group in totals:
+            totals[span.group].index_add_(0, torch.tensor(span.channels), part)
 
 
-def _followed(tape: Tape, labels: Tensor, weights: Collection[int]) -> list[tuple[Step, Tensor]]:
+def _trace_relevance(
+    tape: Tape, labels: Tensor, weights: Collection[int]
+) -> list[tuple[RecordedCall, Tensor]]:
     """The relevance of what goes into those products that have one of the weights."""
-    captum, _ = _captum()
-    net = _Net(tape, labels, weights)
+    captum, _ = _import_captum()
+    net = _RelevanceNet(tape, labels, weights)
     if not net.asked:
         return []
     lrp = captum.LayerLRP(net, [net.operations[str(number)] for number in net.asked])
     entries = tuple(x.clone().requires_grad_() for x in net.entries.values())
-    found = lrp.attribute(entries, attribute_to_layer_input=True)
-    return [(tape.steps[n], relevance) for n, relevance in zip(net.asked, found, strict=True)]
+    relevances = lrp.attribute(entries, attribute_to_layer_input=True)
+    return [(tape.steps[n], relevance) for n, relevance in zip(net.asked, relevances, strict=True)]
 
 
-def _captum() -> tuple[Any, Any]:
+def _import_captum() -> tuple[Any, Any]:
     """captum, and its rules."""
     try:
         import captum.attr
@@ -134,7 +137,7 @@ def _captum() -> tuple[Any, Any]:
     return captum.attr, lrp_rules
 
 
-class _Net(nn.Module):
+class _RelevanceNet(nn.Module):
     """The steps from some layers up to the output, and then the size of the classes' logits.
 
     ``asked`` are the steps of those layers, ``entries`` the inputs of the lowest of them.
@@ -147,46 +150,46 @@ class _Net(nn.Module):
             for number, step in enumerate(tape.steps)
             if step.name in PRODUCTS and id(step.argument("weight", 1)) in weights
         }
-        self._tape, self._steps = tape, _between(tape, layers)
+        self._tape, self._steps = tape, _collect_steps(tape, layers)
         self.asked = [number for number in self._steps if number in layers]
         self.entries = {
-            number: _value(tape, tape.steps[number].argument("input", 0))
+            number: _get_value(tape, tape.steps[number].argument("input", 0))
             for number, sources in self._steps.items()
             if not sources
         }
-        signs = _signs(tape, self._steps)
+        signs = _find_signs(tape, self._steps)
         self.operations = nn.ModuleDict()
         for number, sources in self._steps.items():
-            operation = _operation(tape, tape.steps[number], sources, signs.get(number))
+            operation = _make_operation(tape, tape.steps[number], sources, signs.get(number))
             if operation is not None:
                 self.operations[str(number)] = operation
         if tape.output is not None and self._steps:
-            size = partial(_size, labels.unsqueeze(-1))
-            rule = _captum()[1].EpsilonRule()
+            size = partial(_sum_magnitudes, labels.unsqueeze(-1))
+            rule = _import_captum()[1].EpsilonRule()
             self.operations["size"] = _Operation(rule, size(tape.value(tape.output)), size)
 
     def forward(self, *entries: Tensor) -> Tensor:
         """One number."""
         given = dict(zip(self.entries, entries, strict=True))
-        values: dict[Made, Tensor] = {}
+        values: dict[TensorRef, Tensor] = {}
         for number, sources in self._steps.items():
             if str(number) in self.operations:
                 inputs = [values[made] for made in sources] or [given[number]]
                 outputs = [self._done(str(number), inputs)]
             else:
-                outputs = tree_leaves(self._tape.again(self._tape.steps[number], values))
-            values |= {Made(number, place): value for place, value in enumerate(outputs)}
+                outputs = tree_leaves(self._tape.replay(self._tape.steps[number], values))
+            values |= {TensorRef(number, place): value for place, value in enumerate(outputs)}
         assert self._tape.output is not None
         return self._done("size", [values[self._tape.output]])
 
     def _done(self, name: str, inputs: Sequence[Tensor]) -> Tensor:
         operation = self.operations[name]
         assert isinstance(operation, _Operation)
-        found: Tensor = operation(*map(operation.own, inputs))
-        return found
+        output: Tensor = operation(*map(operation.own, inputs))
+        return output
 
 
-def _size(labels: Tensor, logits: Tensor) -> Tensor:
+def _sum_magnitudes(labels: Tensor, logits: Tensor) -> Tensor:
     """The sizes of the logits of classes, summed."""
     return logits.gather(-1, labels).abs().sum().view(1)
 
@@ -218,9 +221,9 @@ class _Operation(nn.Module):
         return self._spread(*inputs) if self.weight is None else self._spread(self.weight, *inputs)
 
 
-def _between(tape: Tape, layers: Collection[int]) -> dict[int, tuple[Made, ...]]:
+def _collect_steps(tape: Tape, layers: Collection[int]) -> dict[int, tuple[TensorRef, ...]]:
     """The steps from the layers up to the output, and what each has from others of them."""
-    above: dict[int, tuple[Made, ...]] = {}
+    above: dict[int, tuple[TensorRef, ...]] = {}
     for number, step in enumerate(tape.steps):
         sources = tuple(made for made in step.sources if made.step in above)
         if number in layers or (sources and step.outputs[0].is_floating_point()):
@@ -235,60 +238,62 @@ def _between(tape: Tape, layers: Collection[int]) -> dict[int, tuple[Made, ...]]
     return {number: sources for number, sources in above.items() if number in needed}
 
 
-def _signs(tape: Tape, steps: Mapping[int, tuple[Made, ...]]) -> dict[int, Tensor]:
+def _find_signs(tape: Tape, steps: Mapping[int, tuple[TensorRef, ...]]) -> dict[int, Tensor]:
     """The signs of what a product's outputs are scaled by, where they go nowhere else."""
     uses = Counter(made for sources in steps.values() for made in sources)
-    found = {}
+    signs = {}
     for number, sources in steps.items():
         step = tape.steps[number]
         if step.name in SCALES and uses[sources[0]] == 1:
             scale = step.argument("weight", SCALES[step.name])
             if scale is not None and tape.steps[sources[0].step].name in PRODUCTS:
-                found[sources[0].step] = torch.where(_value(tape, scale) < 0, -1.0, 1.0)
-    return found
+                signs[sources[0].step] = torch.where(_get_value(tape, scale) < 0, -1.0, 1.0)
+    return signs
 
 
-def _value(tape: Tape, given: Tensor | Made) -> Tensor:
-    return (tape.value(given) if isinstance(given, Made) else given).detach()
+def _get_value(tape: Tape, given: Tensor | TensorRef) -> Tensor:
+    return (tape.value(given) if isinstance(given, TensorRef) else given).detach()
 
 
-def _operation(
-    tape: Tape, step: Step, sources: Sequence[Made], sign: Tensor | None
+def _make_operation(
+    tape: Tape, step: RecordedCall, sources: Sequence[TensorRef], sign: Tensor | None
 ) -> _Operation | None:
     """How relevance goes through a step to its sources; None: as a gradient does."""
-    rules, known, name = _captum()[1], step.outputs[0], step.name
+    rules, known, name = _import_captum()[1], step.outputs[0], step.name
     is_one = all(made is step.argument("input", 0) for made in sources)
     if any(made.step >= 0 and tape.steps[made.step].is_changed for made in step.sources):
-        raise _refusal(step, "what it is given is written over later")
+        raise _make_error(step, "what it is given is written over later")
     if name in MOVED:
         return None
     if name in PRODUCTS and is_one:
-        return _Operation(rules.Alpha1_Beta0_Rule(), known, *_product(tape, step, sign))
+        return _Operation(rules.Alpha1_Beta0_Rule(), known, *_make_product(tape, step, sign))
     if name in SUMS | TIMES and "alpha" not in step.named:
-        others = _other_data(tape, step, sources)
+        others = _find_other_data(tape, step, sources)
         if len(sources) + len(others) > 1:
-            spread = partial(_sum if name in SUMS else _root, others)
+            spread = partial(_sum if name in SUMS else _find_root, others)
             return _Operation(rules.EpsilonRule(), known, spread)
         return _Operation(rules.IdentityRule(), known, torch.clone, shape=known.shape)
     if name in LARGEST and is_one:
-        return _Operation(rules.EpsilonRule(), known, lambda x: tape.again(step, {sources[0]: x}))
+        return _Operation(rules.EpsilonRule(), known, lambda x: tape.replay(step, {sources[0]: x}))
     if name in MEANS and is_one:
         return _Operation(
-            rules.EpsilonRule(), known, lambda x: tape.again(step, {sources[0]: x.clamp(min=0)})
+            rules.EpsilonRule(), known, lambda x: tape.replay(step, {sources[0]: x.clamp(min=0)})
         )
     if name in PASSED and is_one:
         return _Operation(rules.IdentityRule(), known, torch.clone, shape=known.shape)
-    raise _refusal(step, "there is no rule for it")
+    raise _make_error(step, "there is no rule for it")
 
 
-def _product(
-    tape: Tape, step: Step, sign: Tensor | None
+def _make_product(
+    tape: Tape, step: RecordedCall, sign: Tensor | None
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor]:
     """Eq. 11: (a w)⁺ is a⁺ w⁺ and, where there are negative inputs, (-a)⁺ (-w)⁺.
 
     The two kinds of weights are stacked; captum's rule takes the positive part of both.
     """
-    inputs, weight = (_value(tape, step.argument(n, i)) for i, n in enumerate(("input", "weight")))
+    inputs, weight = (
+        _get_value(tape, step.argument(n, i)) for i, n in enumerate(("input", "weight"))
+    )
     if sign is not None:
         axis = int(step.name.startswith("conv_transpose"))
         weight = weight * sign.view([-1 if a == axis else 1 for a in range(weight.ndim)])
@@ -296,16 +301,16 @@ def _product(
 
     def spread(weights: Tensor, x: Tensor) -> Tensor:
         parts = [x] if len(weights) == 1 else [x.clamp(min=0), (-x).clamp(min=0)]
-        found: list[Tensor] = [
+        terms: list[Tensor] = [
             step.call(part, w, None, *rest, **named) for part, w in zip(parts, weights, strict=True)
         ]
-        return found[0] if len(found) == 1 else found[0] + found[1]
+        return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
     is_signed = bool((inputs < 0).any())
     return spread, torch.stack([weight, -weight]) if is_signed else weight.unsqueeze(0)
 
 
-def _other_data(tape: Tape, step: Step, sources: Sequence[Made]) -> list[Tensor]:
+def _find_other_data(tape: Tape, step: RecordedCall, sources: Sequence[TensorRef]) -> list[Tensor]:
     """What else a sum or a product is of, but for parameters: biases and scales."""
     return [
         tape.value(made)
@@ -319,12 +324,12 @@ def _sum(others: Sequence[Tensor], *inputs: Tensor) -> Tensor:
     return sum(rest, start=first)
 
 
-def _root(others: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+def _find_root(others: Sequence[Tensor], *inputs: Tensor) -> Tensor:
     one, other = (*inputs, *others)
     return ((one * other).abs() + TINY).sqrt()
 
 
-def _refusal(step: Step, reason: str) -> ConfigError:
+def _make_error(step: RecordedCall, reason: str) -> ConfigError:
     where = f" of module '{step.module}'" if step.module else ""
     return ConfigError(
         f"relevance cannot be followed through '{step.name}'{where}: {reason}; use other layers "

@@ -8,31 +8,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedquilt.federation.boundary import Terms, training
-from fedquilt.federation.client import Client, Task, Update, seed_of
-from fedquilt.structure.adjust import Adjustable
-from fedquilt.structure.cut import Params, take
-from fedquilt.structure.groups import Structure
+from fedquilt.federation.client import Client, ClientResult, Task, Update, derive_seed
+from fedquilt.federation.validation import ReplySpec, training_metrics
+from fedquilt.structure.cut import Params, copy_subnet_tensors
+from fedquilt.structure.derive import restrict_structure
+from fedquilt.structure.resizable import ResizableModule
+from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import Descent, Optimiser
+from fedquilt.training.context import ClientContext
+from fedquilt.training.loop import Batch, run_epochs
 from fedquilt.training.losses import cross_entropy
-from fedquilt.training.ordered import imitation
-from fedquilt.training.recipe import Workbench
-from fedquilt.training.sgd import batches
-from fedquilt.training.slimmable import added, gradients
-from fedquilt.training.tracking import untracked
+from fedquilt.training.ordered import distillation_loss
+from fedquilt.training.settings import LocalTraining, SGDSettings
+from fedquilt.training.sgd import SGDStep
+from fedquilt.training.slimmable import add_at, compute_gradients
+from fedquilt.training.tracking import without_running_stats
 
 
 @dataclass(frozen=True)
 class Sandwich:
     """The recipe: on every batch the whole net, the smallest, and some drawn between; one step.
 
-    The whole net learns from the labels, the others from its answers. A width is drawn for the
-    net, or with ``by_group`` one for each width group; groups in ``whole`` are never cut. Every
-    batch is normalised by itself: running statistics of so many widths would mean nothing.
+    The whole net learns from the labels, the others from its logits. Every batch is normalized by
+    itself: one set of running statistics cannot fit all widths.
+
+    Args:
+        local_training: Optimizer, epochs and batches.
+        lr: The learning rate of this round.
+        nets: How many nets are trained on each batch, S.
+        smallest: The width of the smallest.
+        by_group: Whether a width is drawn for each width group; else one for the net.
+        whole: Width groups that are never cut.
+        weight: How much the update counts in the mean.
     """
 
-    optimiser: Optimiser
+    local_training: LocalTraining
     lr: float
     nets: int = 4  # S
     smallest: float = 0.25
@@ -40,44 +50,29 @@ class Sandwich:
     whole: tuple[str, ...] = ()
     weight: float = 1.0
 
-    def run(self, task: Task, bench: Workbench) -> Update:
+    def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Trains the task's subnet, which is the whole net."""
         (sent,) = task.subnets
-        model = untracked(bench.model)
-        structure = bench.structure.among(model)
-        own = take(task.params, structure, Subnet())
-        loss, count = self._train(model, structure, own, task, bench)
-        names = bench.structure.names(sent)
-        metrics = {"loss": loss, "examples": count}
-        return Update(
-            task.client, (sent,), ({n: own[n].detach() for n in names},), self.weight, metrics
-        )
+        model = without_running_stats(context.model)
+        structure = restrict_structure(context.structure, model)
+        own = copy_subnet_tensors(task.params, structure, Subnet())
+        net = _SandwichStep(model, structure, own, self.local_training.optimizer_at(self.lr))
+        draws = torch.Generator().manual_seed(derive_seed(task.seed, 1))  # leaves the batches as is
 
-    def terms(self, task: Task, client: Client) -> Terms:
-        """What its answer may be."""
-        return Terms(task.subnets, self.weight, training(client.num_examples))
+        def step(batch: Batch, generator: torch.Generator) -> Tensor:
+            return net.step(batch, self.draw_subnets(structure, draws))
 
-    def _train(
-        self, model: nn.Module, structure: Structure, own: Params, task: Task, bench: Workbench
-    ) -> tuple[float, int]:
-        """Trains in place; the mean loss of the last epoch, and the number of examples."""
-        nets = _Slimmed(model, structure, own, self.optimiser, self.lr)
-        examples, settings = bench.examples("train", task.client), self.optimiser
-        torch.default_generator.manual_seed(task.seed)
-        generator = torch.Generator().manual_seed(task.seed)
-        draws = torch.Generator().manual_seed(seed_of(task.seed, 1))  # leaves the batches as is
-        total = torch.zeros(())
-        for epoch in range(settings.epochs):
-            total, count = torch.zeros(()), 0
-            for rows in batches(len(examples), settings.batch_size, generator):
-                x, y = examples.batch(rows, generator)
-                total += nets.step(x, y, self.drawn(structure, draws)) * len(rows)
-                count += len(rows)
-                bench.tell((epoch + count / len(examples)) / settings.epochs)
-            total = total / count
-        return float(total), len(examples)
+        examples, loop = context.examples("train", task.client), self.local_training.loop
+        loss = run_epochs(examples, step, loop, task.seed, context.report_progress)
+        tensors = {n: own[n].detach() for n in context.structure.tensor_names(sent)}
+        metrics = {"loss": loss, "examples": len(examples)}
+        return ClientResult(Update(task.client, (sent,), (tensors,), self.weight, metrics))
 
-    def drawn(self, structure: Structure, generator: torch.Generator) -> Iterator[Subnet]:
+    def reply_spec(self, task: Task, client: Client) -> ReplySpec:
+        """What the reply may be."""
+        return ReplySpec(task.subnets, self.weight, training_metrics(client.num_examples))
+
+    def draw_subnets(self, structure: Structure, generator: torch.Generator) -> Iterator[Subnet]:
         """The sandwich below the whole net: the smallest, and as many between as are asked for."""
         groups = structure.cut_groups(self.whole)
         yield structure.subnet(dict.fromkeys(groups, self.smallest))
@@ -89,40 +84,42 @@ class Sandwich:
             yield structure.subnet(dict(zip(groups, widths, strict=True)))
 
 
-class _Slimmed:
+class _SandwichStep:
     """A net that learns at several widths of itself."""
 
     def __init__(
-        self, model: nn.Module, structure: Structure, own: Params, settings: Optimiser, lr: float
+        self, model: nn.Module, structure: Structure, own: Params, settings: SGDSettings
     ) -> None:
-        self._net = Adjustable(model, structure, own)
+        self._net = ResizableModule(model, structure, own)
         self._net.module.train()
         self._own = own
-        self._descent = Descent([own[n].requires_grad_() for n in self._held()], settings, lr)
+        weights = [own[n].requires_grad_() for n in self._current_weights()]
+        self._optimizer = SGDStep(weights, settings)
 
     @torch.no_grad()
-    def step(self, x: Tensor, y: Tensor, narrower: Iterator[Subnet]) -> Tensor:
+    def step(self, batch: Batch, narrower: Iterator[Subnet]) -> Tensor:
         """One step down the sum of the losses; the loss of the whole net."""
-        self._net.take_shape(Subnet())
+        x, y = batch
+        self._net.resize_to(Subnet())
         with torch.enable_grad():
-            answers = self._answers(x)
+            answers = self._compute_logits(x)
             loss = cross_entropy(answers, y)
-        sums = gradients(loss, self._held())
+        sums = compute_gradients(loss, self._current_weights())
         for subnet in narrower:
-            self._net.take_shape(subnet)
+            self._net.resize_to(subnet)
             with torch.enable_grad():
-                imitated = imitation(self._answers(x), answers)
-            for name, gradient in gradients(imitated, self._held()).items():
+                imitated = distillation_loss(self._compute_logits(x), answers)
+            for name, gradient in compute_gradients(imitated, self._current_weights()).items():
                 if gradient is not None:
-                    where = self._net.where(name)
-                    sums[name] = added(sums[name], self._own[name], where, gradient)
-        self._descent.follow(list(sums.values()))
+                    where = self._net.index_of(name)
+                    sums[name] = add_at(sums[name], self._own[name], where, gradient)
+        self._optimizer.apply_gradients(list(sums.values()))
         return loss.detach()
 
-    def _held(self) -> dict[str, Tensor]:
+    def _current_weights(self) -> dict[str, Tensor]:
         """The weights of the module as it is now."""
         return {n: w for n, w in self._net.module.named_parameters() if w.requires_grad}
 
-    def _answers(self, x: Tensor) -> Tensor:
-        answers: Tensor = self._net.module(*self._net.laid_out(x))
+    def _compute_logits(self, x: Tensor) -> Tensor:
+        answers: Tensor = self._net.module(*self._net.arrange_inputs(x))
         return answers

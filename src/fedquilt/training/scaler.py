@@ -1,9 +1,9 @@
 """HeteroFL's Scaler: a narrow layer speaks as loudly as the whole one would, also in use.
 
 HeteroFL, Sec. 3.3 and Eq. 4: y = φ(sBN(Scaler(x W + b))), Scaler(z) = z / r, where r is the share
-of a layer's channels that is kept. The paper has it in training only. Batch normalisation right
+of a layer's channels that is kept. The paper has it in training only. Batch normalization right
 behind hides the factor, so that there the net is the same without it; a net without such
-normalisation is another net, and answers wrongly. Here the factor is part of a subnet wherever it
+normalization is another net, and answers wrongly. Here the factor is part of a subnet wherever it
 runs: ``scaled`` for training, statistics and evaluation, ``fold_scale`` for a module that is taken
 away.
 """
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from fedquilt.structure.computed import stored_weight
-from fedquilt.structure.groups import Structure
-from fedquilt.structure.trace import Example, arguments, named_tensors
+from fedquilt.structure.computed import find_stored_weight
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.tensors import Example, named_tensors, to_arguments
 
 TOLERANCE = 1e-4  # of the largest output, by which a folded net may differ from a scaled one
 
@@ -39,12 +39,12 @@ class OutputScale:
 
 
 @contextmanager
-def scaled(module: nn.Module, structure: Structure) -> Iterator[None]:
+def scale_outputs(module: nn.Module, structure: Structure) -> Iterator[None]:
     """Divides the output of every cut layer by the share of its channels that is kept.
 
     ``module`` is built from ``structure``; the hooks are gone afterwards.
     """
-    rates = output_rates(module, structure)
+    rates = compute_output_rates(module, structure)
     hooks = [layer.register_forward_hook(OutputScale(rate)) for layer, rate in rates.items()]
     try:
         yield
@@ -53,14 +53,14 @@ def scaled(module: nn.Module, structure: Structure) -> Iterator[None]:
             hook.remove()
 
 
-def output_rates(module: nn.Module, structure: Structure) -> dict[nn.Module, float]:
+def compute_output_rates(module: nn.Module, structure: Structure) -> dict[nn.Module, float]:
     """For each layer of a built module that is cut, the share of its channels that is kept."""
     whole = structure.origin or structure.shapes
     names = {id(tensor): name for name, tensor in named_tensors(module).items()}
     rates = {}
     for layer in module.modules():
         axis = _output_axis(layer)
-        stored = None if axis is None else stored_weight(layer)
+        stored = None if axis is None else find_stored_weight(layer)
         if axis is not None and stored is not None and id(stored) in names:
             rate = stored.shape[axis] / whole[names[id(stored)]][axis]
             if rate < 1:
@@ -78,20 +78,20 @@ def _output_axis(layer: nn.Module) -> int | None:
 
 @torch.no_grad()
 def fold_scale(module: nn.Module, structure: Structure, example: Example) -> nn.Module:
-    """A module that gives, by itself, the outputs that it gives within ``scaled``.
+    """A module that gives, by itself, the outputs that it gives within ``scale_outputs``.
 
     The factor goes into weights and biases, so that they can be stored and loaded like any others.
     A layer whose weight is computed, or tied to another layer's, keeps the factor as a hook. Both
     are compared on inputs like the example; where a weight turns out to be used in other ways than
     by its layer, all factors are hooks.
     """
-    if not output_rates(module, structure):
+    if not compute_output_rates(module, structure):
         return module
-    with scaled(module, structure), _noting_calls(module) as called:
-        expected = _outputs(module, example)
+    with scale_outputs(module, structure), _record_calls(module) as called:
+        expected = _compute_outputs(module, example)
     folded = copy.deepcopy(module)
     paths = {path for path, layer in module.named_modules() if layer in called}
-    rates = output_rates(folded, structure)
+    rates = compute_output_rates(folded, structure)
     _fold(
         folded,
         {
@@ -100,15 +100,15 @@ def fold_scale(module: nn.Module, structure: Structure, example: Example) -> nn.
             if path in paths and layer in rates
         },
     )
-    if _is_close(_outputs(folded, example), expected):
+    if _is_close(_compute_outputs(folded, example), expected):
         return folded
-    for layer, rate in output_rates(module, structure).items():
+    for layer, rate in compute_output_rates(module, structure).items():
         layer.register_forward_hook(OutputScale(rate))
     return module
 
 
 @contextmanager
-def _noting_calls(module: nn.Module) -> Iterator[set[nn.Module]]:
+def _record_calls(module: nn.Module) -> Iterator[set[nn.Module]]:
     """The layers that are called: the weights of others are used by someone else, unscaled."""
     called: set[nn.Module] = set()
 
@@ -145,14 +145,14 @@ def _fold(module: nn.Module, rates: dict[nn.Module, float]) -> None:
             layer.register_forward_hook(OutputScale(rate))
 
 
-def _outputs(module: nn.Module, example: Example) -> list[Tensor]:
+def _compute_outputs(module: nn.Module, example: Example) -> list[Tensor]:
     """What a module answers, in use, to inputs that are drawn alike each time."""
     generator = torch.Generator().manual_seed(0)
     inputs = tuple(
         torch.randn(x.shape, generator=generator).to(x)
         if isinstance(x, Tensor) and x.is_floating_point()
         else x
-        for x in arguments(example)
+        for x in to_arguments(example)
     )
     was_training = module.training
     module.eval()
@@ -165,8 +165,8 @@ def _outputs(module: nn.Module, example: Example) -> list[Tensor]:
     return [outputs] if isinstance(outputs, Tensor) else [t for t in outputs if t is not None]
 
 
-def _is_close(found: list[Tensor], expected: list[Tensor]) -> bool:
+def _is_close(outputs: list[Tensor], expected: list[Tensor]) -> bool:
     return all(
         bool((one - other).abs().max() <= TOLERANCE * max(float(other.abs().max()), 1.0))
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(outputs, expected, strict=True)
     )

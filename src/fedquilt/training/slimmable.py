@@ -9,85 +9,85 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedquilt.federation.boundary import Terms, training
-from fedquilt.federation.client import Client, Task, Update
-from fedquilt.structure.cut import Index, cells_within, put, source_name, view
-from fedquilt.structure.groups import Structure
+from fedquilt.federation.client import Client, ClientResult, Task, Update
+from fedquilt.federation.validation import ReplySpec, training_metrics
+from fedquilt.structure.cut import Index, global_name, index_cells_within, view_cells, write_cells
+from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.descent import Descent, Optimiser
+from fedquilt.training.context import ClientContext
+from fedquilt.training.loop import Batch, run_epochs
 from fedquilt.training.losses import cross_entropy
-from fedquilt.training.recipe import Workbench
-from fedquilt.training.scaler import scaled
-from fedquilt.training.sgd import batches
+from fedquilt.training.scaler import scale_outputs
+from fedquilt.training.settings import LocalTraining
+from fedquilt.training.sgd import SGDStep
 
 
 @dataclass(frozen=True)
 class Slimmable:
     """The recipe: on every batch, the gradients of all the task's widths are summed; one step.
 
-    The task's subnets are nested, the widest first. The others have its weights, but for those
-    that they own (their normalisation), which travel with them.
+    The task's subnets are nested, the widest first. The others share its weights, but for those
+    that they own (their normalization), which travel with them.
+
+    Args:
+        local_training: Optimizer, epochs and batches.
+        lr: The learning rate of this round.
+        labels: The client's classes.
+        masked: Whether the loss is over the client's classes only.
+        scale: Whether to use HeteroFL's Scaler.
+        weight: How much the update counts in the mean.
     """
 
-    optimiser: Optimiser
+    local_training: LocalTraining
     lr: float
     labels: tuple[int, ...] = ()
     masked: bool = False
     scale: bool = False
     weight: float = 1.0
 
-    def run(self, task: Task, bench: Workbench) -> Update:
+    def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Trains all widths."""
 
-        def losses(modules: list[nn.Module], x: Tensor, y: Tensor) -> list[Tensor]:
-            return [self._loss(module, x, y, bench.structure) for module in modules]
+        def losses(modules: list[nn.Module], batch: Batch) -> list[Tensor]:
+            return [self._loss(module, batch, context.structure) for module in modules]
 
-        modules, metrics = train_nested(task, bench, self.optimiser, self.lr, losses)
-        return Update(
-            task.client,
-            task.subnets,
-            tuple(map(bench.tensors, modules, task.subnets, task.subnets)),
-            self.weight,
-            metrics,
-        )
+        modules, metrics = train_nested(task, context, self.local_training, self.lr, losses)
+        tensors = tuple(map(context.tensors, modules, task.subnets, task.subnets))
+        return ClientResult(Update(task.client, task.subnets, tensors, self.weight, metrics))
 
-    def terms(self, task: Task, client: Client) -> Terms:
-        """What its answer may be."""
-        return Terms(task.subnets, self.weight, training(client.num_examples))
+    def reply_spec(self, task: Task, client: Client) -> ReplySpec:
+        """What the reply may be."""
+        return ReplySpec(task.subnets, self.weight, training_metrics(client.num_examples))
 
-    def _loss(self, module: nn.Module, x: Tensor, y: Tensor, structure: Structure) -> Tensor:
-        with scaled(module, structure) if self.scale else nullcontext():
+    def _loss(self, module: nn.Module, batch: Batch, structure: Structure) -> Tensor:
+        x, y = batch
+        with scale_outputs(module, structure) if self.scale else nullcontext():
             return cross_entropy(module(x), y, self.labels if self.masked else None)
 
 
-Losses = Callable[[list[nn.Module], Tensor, Tensor], Sequence[Tensor | None]]
+Losses = Callable[[list[nn.Module], Batch], Sequence[Tensor | None]]
 
 
 def train_nested(
-    task: Task, bench: Workbench, settings: Optimiser, lr: float, losses: Losses
+    task: Task, context: ClientContext, settings: LocalTraining, lr: float, losses: Losses
 ) -> tuple[list[nn.Module], dict[str, float]]:
     """The task's nested subnets, the widest first, after training on what they share.
 
     ``losses`` are those of one batch, one for each net, or None where a net has no part in the
     step, which goes down their sum. Also what there is to report: the mean loss of the last epoch.
     """
-    examples = bench.examples("train", task.client)
-    modules = [m.train() for m in bench.modules(task.subnets, task.params)]
-    nets = _Nested(bench.structure, task.subnets, modules, settings, lr)
-    torch.default_generator.manual_seed(task.seed)
-    generator = torch.Generator().manual_seed(task.seed)
-    total = torch.zeros(())
-    for _ in range(settings.epochs):
-        total, count = torch.zeros(()), 0
-        for rows in batches(len(examples), settings.batch_size, generator):
-            x, y = examples.batch(rows, generator)
-            total += nets.step(losses(modules, x, y)) * len(x)
-            count += len(rows)
-        total = total / count
-    return modules, {"loss": float(total), "examples": len(examples)}
+    examples = context.examples("train", task.client)
+    modules = [m.train() for m in context.modules(task.subnets, task.params)]
+    nets = _NestedStep(context.structure, task.subnets, modules, settings, lr)
+
+    def step(batch: Batch, generator: torch.Generator) -> Tensor:
+        return nets.step(losses(modules, batch))
+
+    loss = run_epochs(examples, step, settings.loop, task.seed, context.report_progress)
+    return modules, {"loss": loss, "examples": len(examples)}
 
 
-class _Nested:
+class _NestedStep:
     """Nets that share the weights of the widest of them, the first."""
 
     def __init__(
@@ -95,14 +95,14 @@ class _Nested:
         structure: Structure,
         subnets: tuple[Subnet, ...],
         modules: list[nn.Module],
-        settings: Optimiser,
+        settings: LocalTraining,
         lr: float,
     ) -> None:
         self._weights = [dict(module.named_parameters()) for module in modules]
         self._shared: list[Mapping[str, tuple[Index, ...]]] = []  # where, in the widest one's
         for weights, subnet in zip(self._weights[1:], subnets[1:], strict=True):
-            where = cells_within(structure, subnets[0], subnet)
-            shared = [n for n in weights if source_name(n, structure, subnet) == n]
+            where = index_cells_within(structure, subnets[0], subnet)
+            shared = [n for n in weights if global_name(n, structure, subnet) == n]
             self._shared.append({n: where[n] for n in shared})
         own = [
             weight
@@ -110,55 +110,55 @@ class _Nested:
             for name, weight in weights.items()
             if name not in shared
         ]
-        self._descent = Descent([*self._weights[0].values(), *own], settings, lr)
-        self._give_out()
+        self._optimizer = SGDStep([*self._weights[0].values(), *own], settings.optimizer_at(lr))
+        self._copy_shared()
 
     @torch.no_grad()
     def step(self, losses: Sequence[Tensor | None]) -> Tensor:
         """One step down the sum of the widths' losses, of those that have one; their mean."""
-        sums, own = self._gradients(losses[0], 0), []
+        sums, own = self._compute_gradients(losses[0], 0), []
         for number, shared in enumerate(self._shared):
-            for name, gradient in self._gradients(losses[number + 1], number + 1).items():
+            for name, gradient in self._compute_gradients(losses[number + 1], number + 1).items():
                 if name not in shared:
                     own.append(gradient)
                 elif gradient is not None:
-                    sums[name] = added(sums[name], self._weights[0][name], shared[name], gradient)
-        self._descent.follow([*sums.values(), *own])
-        self._give_out()
+                    sums[name] = add_at(sums[name], self._weights[0][name], shared[name], gradient)
+        self._optimizer.apply_gradients([*sums.values(), *own])
+        self._copy_shared()
         return torch.stack([loss.detach() for loss in losses if loss is not None]).mean()
 
-    def _gradients(self, loss: Tensor | None, number: int) -> dict[str, Tensor | None]:
+    def _compute_gradients(self, loss: Tensor | None, number: int) -> dict[str, Tensor | None]:
         weights = {n: w for n, w in self._weights[number].items() if w.requires_grad}
         if loss is None:
             return dict.fromkeys(weights)
-        return gradients(loss, weights)
+        return compute_gradients(loss, weights)
 
     @torch.no_grad()
-    def _give_out(self) -> None:
+    def _copy_shared(self) -> None:
         """The shared weights, as the widest net has them now."""
         for weights, shared in zip(self._weights[1:], self._shared, strict=True):
             for name, index in shared.items():
-                weights[name].copy_(view(self._weights[0][name], index))
+                weights[name].copy_(view_cells(self._weights[0][name], index))
 
 
-def gradients(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+def compute_gradients(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     """The gradient of each weight, or None if it has no part in the loss; each a tensor alone.
 
     Weights that are added to each other may get one tensor from PyTorch.
     """
-    found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
     alone = [
-        g if id(g) not in map(id, found[:i]) or g is None else g.clone()
-        for i, g in enumerate(found)
+        g if id(g) not in map(id, gradients[:i]) or g is None else g.clone()
+        for i, g in enumerate(gradients)
     ]
     return dict(zip(weights, alone, strict=True))
 
 
-def added(total: Tensor | None, like: Tensor, index: tuple[Index, ...], part: Tensor) -> Tensor:
+def add_at(total: Tensor | None, like: Tensor, index: tuple[Index, ...], part: Tensor) -> Tensor:
     """total[index] += part."""
     total = torch.zeros_like(like) if total is None else total
     if all(isinstance(i, slice) for i in index):
         total[index].add_(part)
     else:
-        put(total, index, view(total, index).add_(part))
+        write_cells(total, index, view_cells(total, index).add_(part))
     return total

@@ -1,4 +1,4 @@
-"""Static batch normalisation: ask clients for the statistics of their data (HeteroFL, Sec. 3.2)."""
+"""Static batch normalization: ask clients for the statistics of their data (HeteroFL, Sec. 3.2)."""
 
 from __future__ import annotations
 
@@ -10,29 +10,35 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
-from fedquilt.federation.boundary import Terms
-from fedquilt.federation.client import Client, Task, Update
-from fedquilt.structure.groups import STATISTICS, TRACKED
+from fedquilt.federation.client import Client, ClientResult, Task, Update
+from fedquilt.federation.validation import ReplySpec
+from fedquilt.structure.structure import STATISTICS, TRACKED
 from fedquilt.structure.subnet import Subnet
-from fedquilt.training.attack import PGD, frozen
-from fedquilt.training.dualnorm import with_path
-from fedquilt.training.recipe import Workbench
-from fedquilt.training.scaler import scaled
-from fedquilt.training.sgd import batches
-from fedquilt.training.tracking import batch_statistics, cumulative
+from fedquilt.training.attack import PGD, frozen_model
+from fedquilt.training.context import ClientContext
+from fedquilt.training.dualnorm import on_path
+from fedquilt.training.loop import Batch, iterate_batches, run_batches, split_evenly
+from fedquilt.training.scaler import scale_outputs
+from fedquilt.training.tracking import cumulative_statistics, use_batch_statistics
 
-ONLY_STATISTICS = ("*", f"!{STATISTICS}")  # as a subnet's ``without``
+ONLY_STATISTICS = ("*", f"!{STATISTICS}")  # as a subnet's ``excluded``
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """The recipe: one pass over the client's data; its means and variances go back, nothing else.
+class QueryStatistics:
+    """The recipe: passes over the client's data; its means and variances go back, nothing else.
 
-    Every batch is normalised by itself, as in training, so what comes back does not depend on the
-    statistics sent. Weighted by batches, the mean over clients is what one pass over all of
-    their batches, one after another, would accumulate. ``scale`` is HeteroFL's Scaler. With
-    ``personal`` the last subnet is the client's own: its statistics stay on the client. With an
-    ``attack`` the noise halves of dual normalisation see every batch attacked, as in training.
+    Every batch is normalized by itself, as in training, so the result does not depend on the
+    statistics sent. Weighted by batches, the mean over clients is what one pass over all of their
+    batches, one after another, would accumulate.
+
+    Args:
+        batch_size: Examples in a batch.
+        epochs: Passes over the data, shuffled anew each time.
+        scale: Whether to use HeteroFL's Scaler.
+        personal: Whether the last subnet is the client's own, whose statistics stay on it.
+        attack: With it the noise halves of dual normalization see every batch attacked, as in
+            training.
     """
 
     batch_size: int
@@ -41,64 +47,72 @@ class Statistics:
     personal: bool = False
     attack: PGD | None = None
 
-    def run(self, task: Task, bench: Workbench) -> Update:
+    def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Statistics of each subnet of the task."""
-        examples = bench.examples("train", task.client)
+        examples = context.examples("train", task.client)
         generator = torch.Generator().manual_seed(task.seed)
-        rows = [
-            some
+        batches = [
+            rows
             for _ in range(self.epochs)
-            for some in batches(len(examples), self.batch_size, generator)
+            for rows in iterate_batches(len(examples), self.batch_size, generator)
         ]
-        sent, found, shared = [], [], self._shared(task)
+        sent, tensors, shared = [], [], self._shared_subnets(task)
         for subnet in shared:
-            module = bench.module(subnet, task.params)
-            self._accumulate(module, examples, rows, bench)
-            only = replace(subnet, without=ONLY_STATISTICS)
+            module = context.module(subnet, task.params)
+            self._accumulate(module, examples, batches, context)
+            only = replace(subnet, excluded=ONLY_STATISTICS)
             sent.append(only)
-            found.append(bench.tensors(module, only, subnet))
-        for own in task.subnets[len(shared) :]:
-            module = bench.module(own, task.params, (TRACKED,))
-            self._accumulate(module, examples, rows, bench)
-            bench.keep(module, own, (TRACKED,))
-        return Update(task.client, tuple(sent), tuple(found), float(len(rows)), {})
+            tensors.append(context.tensors(module, only, subnet))
+        personal = task.subnets[len(shared) :]
+        own_modules = context.modules(personal, task.params, (TRACKED,))
+        for module in own_modules:
+            self._accumulate(module, examples, batches, context)
+        update = Update(task.client, tuple(sent), tuple(tensors), float(len(batches)), {})
+        state = context.next_client_state(own_modules, personal, (TRACKED,))
+        return ClientResult(update, state)
 
-    def terms(self, task: Task, client: Client) -> Terms:
-        """What its answer may be; it weighs by batches."""
+    def reply_spec(self, task: Task, client: Client) -> ReplySpec:
+        """What the reply may be; it weighs by batches."""
         batches_each = math.ceil(client.num_examples / self.batch_size)
-        return Terms(self._shared(task), float(self.epochs * batches_each), {})
+        return ReplySpec(self._shared_subnets(task), float(self.epochs * batches_each), {})
 
-    def _shared(self, task: Task) -> tuple[Subnet, ...]:
+    def _shared_subnets(self, task: Task) -> tuple[Subnet, ...]:
         """The subnets whose statistics are sent."""
         return task.subnets[: len(task.subnets) - self.personal]
 
     def _accumulate(
-        self, module: nn.Module, examples: ClientData, rows: list[Tensor], bench: Workbench
+        self,
+        module: nn.Module,
+        examples: ClientData,
+        batches: list[Tensor],
+        context: ClientContext,
     ) -> None:
-        scale = scaled(module, bench.structure) if self.scale else nullcontext()
-        attack = None if self.attack is None else self.attack.on(examples)
+        """Takes the module's running statistics from the batches."""
+        scale = scale_outputs(module, context.structure) if self.scale else nullcontext()
+        attack = None if self.attack is None else self.attack.for_examples(examples)
         generator = torch.Generator().manual_seed(0)  # where attacks start
-        with torch.no_grad(), cumulative(module), scale:
-            for some in rows:
-                x, y = examples.batch(some)
-                with with_path(module, 0.0):
-                    module(x)
-                if attack is not None:
-                    with with_path(module, 1.0):
-                        with batch_statistics(module), frozen(module):
-                            near = attack.perturbed(module, x, y, generator)
-                        module(near)
+
+        def accumulate(batch: Batch) -> None:
+            x, y = batch
+            with on_path(module, 0.0):
+                module(x)
+            if attack is not None:
+                with on_path(module, 1.0):
+                    with use_batch_statistics(module), frozen_model(module):
+                        near = attack.perturb(module, x, y, generator)
+                    module(near)
+
+        with cumulative_statistics(module), scale:
+            run_batches(examples, batches, accumulate)
 
 
-ENOUGH = 1024  # examples, to know means and variances
+MAX_EXAMPLES = 1024  # enough to know means and variances
 
 
 def calibrate(module: nn.Module, examples: ClientData, seed: int, batch_size: int = 128) -> None:
-    """Takes a module's running statistics from examples; back to how it answers in use."""
+    """Takes a module's running statistics from some of the examples; then it is in eval mode."""
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(len(examples), generator=generator)[:ENOUGH]
-    parts = max(1, math.ceil(len(rows) / batch_size))
-    with torch.no_grad(), cumulative(module):
-        for some in rows.tensor_split(parts):
-            module(examples.batch(some)[0])
+    rows = torch.randperm(len(examples), generator=generator)[:MAX_EXAMPLES]
+    with cumulative_statistics(module):
+        run_batches(examples, split_evenly(rows, batch_size), lambda batch: module(batch[0]))
     module.eval()

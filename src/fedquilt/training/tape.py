@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 @dataclass(frozen=True)
-class Made:
+class TensorRef:
     """The place of a tensor that a step has made; those of step -1 are the net's inputs."""
 
     step: int
@@ -23,7 +23,7 @@ class Made:
 
 
 @dataclass(eq=False)
-class Step:
+class RecordedCall:
     """One operation; among its arguments tensors that earlier steps have made are their places."""
 
     call: Callable[..., Any]
@@ -33,7 +33,7 @@ class Step:
     outputs: list[Tensor]
     versions: list[int]  # of the outputs, which count how often their numbers were changed
     module: str  # that ran
-    sources: tuple[Made, ...]
+    sources: tuple[TensorRef, ...]
     from_data: bool  # it depends on the net's inputs
 
     def argument(self, name: str, place: int) -> Any:
@@ -51,37 +51,37 @@ class Tape:
     """A forward pass; ``output`` is None if something other than these steps has made it."""
 
     inputs: tuple[Any, ...]
-    steps: tuple[Step, ...]
-    output: Made | None
+    steps: tuple[RecordedCall, ...]
+    output: TensorRef | None
 
-    def value(self, made: Made) -> Tensor:
+    def value(self, made: TensorRef) -> Tensor:
         """What was made."""
-        found: Tensor = (
+        tensor: Tensor = (
             self.inputs[made.place] if made.step < 0 else self.steps[made.step].outputs[made.place]
         )
-        return found
+        return tensor
 
-    def again(self, step: Step, values: Mapping[Made, Tensor]) -> Any:
+    def replay(self, step: RecordedCall, values: Mapping[TensorRef, Tensor]) -> Any:
         """A step once more, with other values for some of what it was given."""
         args, named = tree_map_only(
-            Made,
+            TensorRef,
             lambda made: values[made] if made in values else self.value(made),
             (step.args, dict(step.named)),
         )
         return step.call(*args, **named)
 
 
-def record(module: nn.Module, inputs: tuple[Any, ...]) -> Tape:
-    """A forward pass in use, without gradients; the module stays as it is."""
+def record_forward(module: nn.Module, inputs: tuple[Any, ...]) -> Tape:
+    """Records a forward pass in eval mode, without gradients; the module stays as it is."""
     recorder = _Recorder(inputs)
-    with torch.no_grad(), still(module), recorder.watching(module), recorder:
+    with torch.no_grad(), evaluation_mode(module), recorder.watch_modules(module), recorder:
         output = module(*inputs)
     return Tape(inputs, tuple(recorder.steps), recorder.made.get(id(output)))
 
 
 @contextmanager
-def still(module: nn.Module) -> Iterator[None]:
-    """A module as in use; random numbers are the same each time, and nobody else's."""
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """A module in eval mode, with random numbers that are the same each time and drawn apart."""
     modes = [(layer, layer.training) for layer in module.modules()]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -96,13 +96,13 @@ def still(module: nn.Module) -> Iterator[None]:
 class _Recorder(TorchFunctionMode):
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         super().__init__()
-        self.steps: list[Step] = []
-        self.made = {id(x): Made(-1, i) for i, x in enumerate(inputs)}
+        self.steps: list[RecordedCall] = []
+        self.made = {id(x): TensorRef(-1, i) for i, x in enumerate(inputs)}
         self._alive: list[Tensor] = []  # ids stay unique while their tensors live
         self._modules = [""]
 
     @contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
+    def watch_modules(self, module: nn.Module) -> Iterator[None]:
         """Knows at every moment which module is running."""
         with ExitStack() as stack:
             for name, layer in module.named_modules():
@@ -123,26 +123,28 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         named, name = kwargs or {}, getattr(func, "__name__", "")
         if args and (named.get("inplace") or (name.endswith("_") and not name.endswith("__"))):
-            self._set_aside(args[0])
-        given, given_named = tree_map_only(Tensor, self._place, (args, dict(named)))
+            self._save_before_change(args[0])
+        given, given_named = tree_map_only(Tensor, self._to_ref, (args, dict(named)))
         result = func(*args, **named)
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if outputs:
-            sources = tuple(v for v in tree_leaves((given, given_named)) if isinstance(v, Made))
+            sources = tuple(
+                v for v in tree_leaves((given, given_named)) if isinstance(v, TensorRef)
+            )
             from_data = any(m.step < 0 or self.steps[m.step].from_data for m in sources)
             versions, module = [t._version for t in outputs], self._modules[-1]
-            step = Step(
+            step = RecordedCall(
                 func, name, given, given_named, outputs, versions, module, sources, from_data
             )
-            self.made |= {id(t): Made(len(self.steps), i) for i, t in enumerate(outputs)}
+            self.made |= {id(t): TensorRef(len(self.steps), i) for i, t in enumerate(outputs)}
             self.steps.append(step)
             self._alive.extend(outputs)
         return result
 
-    def _place(self, tensor: Tensor) -> Tensor | Made:
+    def _to_ref(self, tensor: Tensor) -> Tensor | TensorRef:
         return self.made.get(id(tensor), tensor)
 
-    def _set_aside(self, tensor: Any) -> None:
+    def _save_before_change(self, tensor: Any) -> None:
         """Keeps the numbers of a tensor that is about to change."""
         for step in self.steps:
             for place, made in enumerate(step.outputs):

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedquilt.structure.groups import Structure
-from fedquilt.structure.trace import named_tensors
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.tensors import named_tensors
 
 Seen = Mapping[str, Tensor]  # by embedding: True for the rows that were read
 
 
 @contextmanager
-def reading(module: nn.Module) -> Iterator[Seen]:
+def record_tokens(module: nn.Module) -> Iterator[Seen]:
     """Notes what the embeddings of a module look up, by the names of their weights."""
     names = {id(tensor): name for name, tensor in named_tensors(module).items()}
     seen: dict[str, Tensor] = {}
@@ -26,7 +26,7 @@ def reading(module: nn.Module) -> Iterator[Seen]:
             name = names.get(id(layer.weight))
             if name is not None:  # a weight that is computed has no rows of its own
                 rows = layer.weight.new_zeros(layer.num_embeddings, dtype=torch.bool)
-                note = _note(seen.setdefault(name, rows))
+                note = _make_recording_hook(seen.setdefault(name, rows))
                 hooks.append(layer.register_forward_pre_hook(note, with_kwargs=True))
     try:
         yield seen
@@ -35,7 +35,7 @@ def reading(module: nn.Module) -> Iterator[Seen]:
             hook.remove()
 
 
-def _note(rows: Tensor) -> Any:
+def _make_recording_hook(rows: Tensor) -> Any:
     def hook(layer: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         tokens = inputs[0] if inputs else named["input"]
         rows[tokens.flatten().long()] = True
@@ -43,17 +43,17 @@ def _note(rows: Tensor) -> Any:
     return hook
 
 
-def tokens_read(structure: Structure, seen: Seen) -> dict[str, set[int]]:
+def map_tokens_to_groups(structure: Structure, seen: Seen) -> dict[str, set[int]]:
     """The same by the groups that the rows of embeddings are; rows of no group are left out."""
-    found: dict[str, set[int]] = {}
+    by_group: dict[str, set[int]] = {}
     for name, rows in seen.items():
-        group = _tokens(structure, name)
+        group = _find_token_group(structure, name)
         if group is not None:
-            found.setdefault(group, set()).update(torch.where(rows)[0].tolist())
-    return found
+            by_group.setdefault(group, set()).update(torch.where(rows)[0].tolist())
+    return by_group
 
 
-def _tokens(structure: Structure, name: str) -> str | None:
+def _find_token_group(structure: Structure, name: str) -> str | None:
     """The group whose channels are the rows of an embedding, in their order."""
     axis = structure.axes[name][0]
     if axis is None or len(axis) != 1 or axis[0].group is None:

@@ -1,4 +1,4 @@
-"""Running statistics of normalisation layers: gathered, left out, or not looked at."""
+"""Running statistics of normalization layers: gathered, left out, or not looked at."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 
 @contextmanager
-def cumulative(module: nn.Module) -> Iterator[None]:
-    """Normalisation layers in training mode that average their statistics over all batches."""
-    layers = _tracking(module)
+def cumulative_statistics(module: nn.Module) -> Iterator[None]:
+    """Normalization layers in training mode that average their statistics over all batches."""
+    layers = _list_tracking_norms(module)
     before = [layer.momentum for layer in layers]
     hooks = []
     module.eval()
@@ -24,7 +24,7 @@ def cumulative(module: nn.Module) -> Iterator[None]:
         layer.momentum = None
         layer.train()
         if not isinstance(layer, _BatchNorm):  # PyTorch knows no such average there
-            hooks.append(layer.register_forward_pre_hook(_next_momentum()))
+            hooks.append(layer.register_forward_pre_hook(_make_momentum_hook()))
     try:
         yield
     finally:
@@ -34,7 +34,7 @@ def cumulative(module: nn.Module) -> Iterator[None]:
             layer.momentum = momentum
 
 
-def _next_momentum() -> Callable[[nn.Module, Any], None]:
+def _make_momentum_hook() -> Callable[[nn.Module, Any], None]:
     counter = itertools.count(1)
 
     def set_momentum(layer: nn.Module, inputs: Any) -> None:
@@ -43,22 +43,22 @@ def _next_momentum() -> Callable[[nn.Module, Any], None]:
     return set_momentum
 
 
-def untracked(model: nn.Module) -> nn.Module:
-    """A copy of a model whose batch normalisation keeps no statistics: each batch has its own."""
+def without_running_stats(model: nn.Module) -> nn.Module:
+    """A copy of a model whose batch normalization keeps no statistics: each batch has its own."""
     changed = copy.deepcopy(model)
-    for layer in _tracking(changed):
+    for layer in _list_tracking_norms(changed):
         _untrack(layer)
     return changed
 
 
 @contextmanager
-def batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Every batch is normalised by itself, whatever statistics there are; these stay as they are.
+def use_batch_statistics(module: nn.Module) -> Iterator[None]:
+    """Every batch is normalized by itself, whatever statistics there are; these stay as they are.
 
     It is how papers score nets that keep no statistics: the answer to an example depends on the
     others in its batch.
     """
-    layers = _tracking(module)
+    layers = _list_tracking_norms(module)
     before = [dict(layer._buffers) for layer in layers]
     for layer in layers:
         _untrack(layer)
@@ -71,11 +71,11 @@ def batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def needs_batches(module: nn.Module) -> bool:
-    """Whether some layer normalises a batch by itself, so that one example means nothing to it."""
+    """Whether some layer normalizes a batch by itself, so that one example means nothing to it."""
     return any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules())
 
 
-def _tracking(module: nn.Module) -> list[_NormBase]:
+def _list_tracking_norms(module: nn.Module) -> list[_NormBase]:
     return [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
 

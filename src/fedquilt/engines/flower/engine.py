@@ -1,7 +1,7 @@
-"""The Flower engine: orders go to nodes as messages, answers come back, and wait on disk.
+"""The Flower engine: sends tasks to nodes as messages, and collects their replies.
 
-The same interface as the local engine: tasks in, updates out in the order of the tasks. Who has not
-answered in time is a failure of that client alone.
+It has the interface of the local engine: tasks in, updates out in the order of the tasks. Replies
+wait on disk until it is their turn. A client that does not reply in time fails alone.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from fedquilt.data import ClientData
-from fedquilt.engines import flat
-from fedquilt.engines.engine import Tell, nobody
-from fedquilt.engines.flower import letters
-from fedquilt.engines.flower.letters import NO_STATE, Envelope
+from fedquilt.engines import flat_tensors
+from fedquilt.engines.engine import OnProgress, ignore_progress
+from fedquilt.engines.flower import codec
+from fedquilt.engines.flower.codec import NO_STATE, MessageHeader
 from fedquilt.engines.local import LocalEngine
-from fedquilt.engines.spool import Spool
+from fedquilt.engines.scratch import ScratchDirectory
 from fedquilt.errors import UpdateError
-from fedquilt.federation.client import NOT_WAITED_FOR, SERVER, Failure, Task, Update
-from fedquilt.structure.groups import Structure
-from fedquilt.structure.values import as_values
+from fedquilt.federation.client import NOT_NEEDED, SERVER, Failure, Task, Update
+from fedquilt.structure.serialization import to_json
+from fedquilt.structure.structure import Structure
 from fedquilt.training.evaluate import Evaluate
 
-AT_ONCE = 8  # answers that are asked for together, and so may be in memory together
-FIRST_WAIT, LONGEST_WAIT = 0.05, 1.0  # seconds between two questions for answers
+MAX_PULLED = 8  # replies that are pulled together, and so may be in memory together
+MIN_WAIT, MAX_WAIT = 0.05, 1.0  # seconds between two pulls
 
-Find = Callable[[], Mapping[int, int]]  # clients that can be reached, and their nodes
+FindNodes = Callable[[], Mapping[int, int]]  # the node of every client that is online
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long clients may take: each for its work, and all of them for a round, in seconds.
+class Timeouts:
+    """Time limits in seconds: of one client's work, and of a whole round. None means no limit.
 
-    None means any time. A round's limit must leave time for messages, and for Flower to notice that
-    a node is gone, which takes it a minute.
+    A round's limit must leave time for messages, and for Flower to notice that a node has died,
+    which takes about a minute.
     """
 
     client: float | None = None
@@ -54,250 +54,261 @@ class Patience:
 
 @dataclass
 class Traffic:
-    """Bytes in messages so far, those of tensors among them, and how many messages there were."""
+    """Messages and replies of a run so far: their number, their bytes, and bytes of tensors."""
 
     bytes_down: int = 0
     bytes_up: int = 0
     tensors_down: int = 0
     tensors_up: int = 0
-    num_orders: int = 0
-    num_answers: int = 0
+    num_messages: int = 0
+    num_replies: int = 0
 
     def __str__(self) -> str:
-        """For people."""
+        """The counts in one line."""
         down, up = self.bytes_down / 1e6, self.bytes_up / 1e6
         return (
-            f"{self.num_orders} orders of {down:.2f} MB ({self.tensors_down / 1e6:.2f} MB of "
-            f"tensors), {self.num_answers} answers of {up:.2f} MB ({self.tensors_up / 1e6:.2f} MB)"
+            f"{self.num_messages} messages, {down:.2f} MB; {self.num_replies} replies, {up:.2f} MB"
         )
 
 
 class FlowerEngine:
-    """Runs tasks on the nodes of a grid; the server's own work is done here.
+    """Runs tasks on the nodes of a Flower grid; the server's own tasks run in this process.
 
-    ``find`` says which clients can be reached, and is asked anew for every batch of tasks: nodes
-    come and go. ``run_name`` is under what clients keep their state; it outlives this process.
-    ``traffic`` grows with every message.
+    Args:
+        grid: Flower's grid.
+        find_nodes: Returns the clients that are online, and their nodes. It is called for every
+            batch of tasks, since nodes come and go.
+        model: The full model.
+        structure: The structure of the model.
+        held_out: Data that the server evaluates on.
+        run_name: The name under which clients store their state. It outlives this process.
+        timeouts: Time limits of clients and rounds.
+        traffic: Counts every message and reply.
     """
 
     def __init__(
         self,
         grid: Grid,
-        find: Find,
+        find_nodes: FindNodes,
         model: nn.Module,
         structure: Structure,
         held_out: ClientData | None = None,
         *,
         run_name: str,
-        patience: Patience | None = None,
+        timeouts: Timeouts | None = None,
         traffic: Traffic | None = None,
     ) -> None:
-        own = {} if held_out is None else {SERVER: held_out}
-        self._here = LocalEngine(model, structure, {"test": own}, workers=0)
-        self._spool = Spool(Path(tempfile.gettempdir()))
-        self._find, self._patience = find, patience or Patience()
-        limit, folder = self._patience.round, self._spool.folder
-        self._post = _Post(grid, structure, limit, folder, traffic or Traffic())
-        self._run_name, self._digest = run_name, digest(structure)
-        self._session, self._numbers = secrets.token_hex(4), itertools.count()
+        server_data = {} if held_out is None else {SERVER: held_out}
+        self._server_engine = LocalEngine(model, structure, {"test": server_data}, workers=0)
+        self._scratch = ScratchDirectory(Path(tempfile.gettempdir()))
+        self._find_nodes, self._timeouts = find_nodes, timeouts or Timeouts()
+        timeout, folder = self._timeouts.round, self._scratch.folder
+        self._channel = _MessageChannel(grid, structure, timeout, folder, traffic or Traffic())
+        self._run_name, self._structure_hash = run_name, hash_structure(structure)
+        self._token_prefix, self._token_numbers = secrets.token_hex(4), itertools.count()
         self._versions: dict[int, int] = {}
-        self._in_use: tuple[Mapping[int, int], ...] = ()
-        self.tell: Tell = nobody
+        self._used_versions: tuple[Mapping[int, int], ...] = ()
+        self.on_progress: OnProgress = ignore_progress
 
     def run(
         self, tasks: Sequence[Task], *, enough: int | None = None
     ) -> Iterator[Update | Failure]:
-        """Does the tasks; yields in their order.
+        """Runs the tasks, and yields their results in order.
 
-        As soon as ``enough`` clients have answered, the others are not waited for.
+        As soon as ``enough`` clients have replied, the engine does not wait for the others.
         """
-        is_remote = any(task.client != SERVER for task in tasks)
-        exchange = _Exchange(self._post, enough)
-        nodes = self._find() if is_remote else {}
+        has_remote = any(task.client != SERVER for task in tasks)
+        batch = _TaskBatch(self._channel, enough)
+        nodes = self._find_nodes() if has_remote else {}
         for number, task in enumerate(tasks):
             if task.client != SERVER:
-                exchange.send(number, task, nodes.get(task.client), self._envelope(task.client))
+                batch.send(number, task, nodes.get(task.client), self._make_header(task.client))
         try:
             for number, task in enumerate(tasks):
                 if task.client == SERVER:
-                    yield from self._here.run([task])
+                    yield from self._server_engine.run([task])
                 else:
-                    yield self._delivered(exchange.result(number))
+                    yield self._load_result(batch.wait_for(number))
         finally:
-            exchange.close()
+            batch.close()
 
-    def kept(self) -> Mapping[int, int]:
-        """The version of what each client keeps; the files are on the clients."""
+    def client_versions(self) -> Mapping[int, int]:
+        """The version of each client's state; the state itself is on the client's disk."""
         return dict(self._versions)
 
-    def restore(self, kept: Mapping[int, int]) -> None:
-        """Goes back to these versions: the next orders say so."""
-        self._versions = dict(kept)
+    def restore(self, versions: Mapping[int, int]) -> None:
+        """Goes back to these versions of clients' states; the next messages ask for them."""
+        self._versions = dict(versions)
 
-    def forget_others(self, *used: Mapping[int, int]) -> None:
-        """Clients may remove other versions; they hear of it with their next orders."""
-        self._in_use = used
+    def remove_unused(self, *used: Mapping[int, int]) -> None:
+        """Lets clients remove all other versions, with the next message to each."""
+        self._used_versions = used
 
     def close(self) -> None:
-        """Removes what waited here; nodes are not ours to stop."""
-        self._here.close()
-        self._spool.close()
+        """Removes temporary files. Nodes keep running."""
+        self._server_engine.close()
+        self._scratch.close()
 
-    def _envelope(self, client: int) -> Envelope:
+    def _make_header(self, client: int) -> MessageHeader:
         current = self._versions.get(client, NO_STATE)
-        used = {versions[client] for versions in self._in_use if client in versions}
-        return Envelope(
+        used = {versions[client] for versions in self._used_versions if client in versions}
+        return MessageHeader(
             run=self._run_name,
-            token=f"{self._session}-{next(self._numbers)}",
+            token=f"{self._token_prefix}-{next(self._token_numbers)}",
             state=current,
             next=current + 1,
             keep=tuple(sorted({*used, current} - {NO_STATE})),
-            deadline=self._patience.client or 0.0,
-            structure=self._digest,
+            deadline=self._timeouts.client or 0.0,
+            structure=self._structure_hash,
         )
 
-    def _delivered(self, result: _Early | Failure) -> Update | Failure:
+    def _load_result(self, result: _StoredReply | Failure) -> Update | Failure:
         if isinstance(result, Failure):
             return result
         update = result.update
-        if result.kept:
+        if result.saved_state:
             self._versions[update.client] = self._versions.get(update.client, NO_STATE) + 1
-        tensors = flat.read(result.path, result.slots)
+        tensors = flat_tensors.read_flat(result.path, result.slots)
         result.path.unlink(missing_ok=True)
-        return replace(update, params=flat.unpacked(tensors, len(update.subnets)))
+        return replace(update, params=flat_tensors.split_parts(tensors, len(update.subnets)))
 
 
-def digest(structure: Structure) -> str:
-    """What server and clients must agree on: names, shapes and what follows what."""
-    values = json.dumps(as_values(structure), sort_keys=True)
+def hash_structure(structure: Structure) -> str:
+    """A digest of a structure, by which server and clients check that they have the same."""
+    values = json.dumps(to_json(structure), sort_keys=True)
     return hashlib.sha256(values.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """An order on its way."""
+class _SentMessage:
+    """A task message without a reply yet."""
 
-    number: int
+    number: int  # of the task
     client: int
     node: int
-    envelope: Envelope
-    most_bytes: int
+    header: MessageHeader
+    max_bytes: int  # of its reply
 
 
 @dataclass(frozen=True)
-class _Early:
-    """An answer whose tensors wait on disk."""
+class _StoredReply:
+    """A reply whose tensors are on disk."""
 
     update: Update
-    kept: bool
+    saved_state: bool  # the client has stored a new state
     path: Path
-    slots: tuple[flat.Slot, ...]
+    slots: tuple[flat_tensors.Slot, ...]
 
 
-class _Exchange:
-    """The messages of one batch of tasks: sent at once, answers collected as they come."""
+class _TaskBatch:
+    """The messages of one batch of tasks: all are sent at once, replies are pulled as they come."""
 
-    def __init__(self, post: _Post, enough: int | None) -> None:
-        self._post, self._enough = post, math.inf if enough is None else enough
-        self._until = math.inf if post.limit is None else time.monotonic() + post.limit
-        self._done: dict[int, _Early | Failure] = {}
-        self._sent: dict[str, _Sent] = {}
-        self._num_answers = 0
-        self._wait = FIRST_WAIT
+    def __init__(self, channel: _MessageChannel, enough: int | None) -> None:
+        self._channel, self._enough = channel, math.inf if enough is None else enough
+        timeout = channel.timeout
+        self._end = math.inf if timeout is None else time.monotonic() + timeout
+        self._results: dict[int, _StoredReply | Failure] = {}
+        self._sent: dict[str, _SentMessage] = {}
+        self._num_updates = 0
+        self._wait = MIN_WAIT
 
-    def send(self, number: int, task: Task, node: int | None, envelope: Envelope) -> None:
-        """Sends one task on its way."""
+    def send(self, number: int, task: Task, node: int | None, header: MessageHeader) -> None:
+        """Sends the message of one task."""
         if node is None:
-            reason = "it cannot be reached: its node is not there"
-            self._done[number] = Failure(task.client, reason)
+            self._results[number] = Failure(task.client, "its node is not online")
         else:
-            message_id, most_bytes = self._post.send(task, node, envelope)
-            self._sent[message_id] = _Sent(number, task.client, node, envelope, most_bytes)
+            message_id, max_bytes = self._channel.send(task, node, header)
+            self._sent[message_id] = _SentMessage(number, task.client, node, header, max_bytes)
 
-    def result(self, number: int) -> _Early | Failure:
-        """What came of a task; waits for it, within limits."""
-        while number not in self._done:
-            self._collect()
-        return self._done.pop(number)
+    def wait_for(self, number: int) -> _StoredReply | Failure:
+        """Waits for the result of a task, within the time limit."""
+        while number not in self._results:
+            self._pull()
+        return self._results.pop(number)
 
     def close(self) -> None:
-        """Forgets what nobody asks for any more."""
-        for result in self._done.values():
-            if isinstance(result, _Early):
+        """Removes the files of replies that were not used."""
+        for result in self._results.values():
+            if isinstance(result, _StoredReply):
                 result.path.unlink(missing_ok=True)
 
-    def _collect(self) -> None:
-        """Asks for answers, a few at once; if there are none, the next question is later."""
-        ids, is_silent = list(self._sent), True
-        for first in range(0, len(ids), AT_ONCE):
-            for reply in self._post.replies(ids[first : first + AT_ONCE]):
+    def _pull(self) -> None:
+        """Pulls replies, a few at once; waits longer each time that there are none."""
+        ids, has_replies = list(self._sent), False
+        for first in range(0, len(ids), MAX_PULLED):
+            for reply in self._channel.pull(ids[first : first + MAX_PULLED]):
                 sent = self._sent.pop(reply.metadata.reply_to_message_id, None)
-                if sent is not None:  # else it has answered before
-                    self._done[sent.number] = result = self._post.read(reply, sent)
-                    self._num_answers += isinstance(result, _Early)
-                    is_silent = False
-        if self._num_answers >= self._enough:
-            self._give_up(NOT_WAITED_FOR)
-        elif time.monotonic() >= self._until:
-            self._give_up(f"it gave no answer within {self._post.limit:g} seconds")
-        elif is_silent:
-            time.sleep(self._wait)
-            self._wait = min(2 * self._wait, LONGEST_WAIT)
+                if sent is not None:  # else this is its second reply
+                    self._results[sent.number] = result = self._channel.store(reply, sent)
+                    self._num_updates += isinstance(result, _StoredReply)
+                    has_replies = True
+        if self._num_updates >= self._enough:
+            self._fail_others(NOT_NEEDED)
+        elif time.monotonic() >= self._end:
+            self._fail_others(f"it did not reply within {self._channel.timeout:g} seconds")
+        elif has_replies:
+            self._wait = MIN_WAIT
         else:
-            self._wait = FIRST_WAIT
+            time.sleep(self._wait)
+            self._wait = min(2 * self._wait, MAX_WAIT)
 
-    def _give_up(self, why: str) -> None:
+    def _fail_others(self, reason: str) -> None:
         for sent in self._sent.values():
-            self._done[sent.number] = Failure(sent.client, why)
+            self._results[sent.number] = Failure(sent.client, reason)
         self._sent.clear()
 
 
-class _Post:
-    """Sends orders and reads answers, and counts both."""
+class _MessageChannel:
+    """Sends task messages and stores replies, and counts both."""
 
     def __init__(
-        self, grid: Grid, structure: Structure, limit: float | None, folder: Path, traffic: Traffic
+        self,
+        grid: Grid,
+        structure: Structure,
+        timeout: float | None,
+        folder: Path,
+        traffic: Traffic,
     ) -> None:
-        self._grid, self._structure, self.limit = grid, structure, limit
+        self._grid, self._structure, self.timeout = grid, structure, timeout
         self._folder, self._traffic = folder, traffic
-        self._files = itertools.count()
+        self._file_numbers = itertools.count()
 
-    def send(self, task: Task, node: int, envelope: Envelope) -> tuple[str, int]:
-        """The number of the message that was sent, and how long its answer may be."""
-        content = letters.order(task, self._structure, envelope)
-        size = letters.num_bytes(content)
+    def send(self, task: Task, node: int, header: MessageHeader) -> tuple[str, int]:
+        """Sends a task; returns the id of its message, and how large the reply may be."""
+        content = codec.encode_task(task, self._structure, header)
+        size = codec.count_message_bytes(content)
         self._traffic.bytes_down += size
-        self._traffic.tensors_down += letters.tensor_bytes(content)
-        self._traffic.num_orders += 1
+        self._traffic.tensors_down += codec.count_tensor_bytes(content)
+        self._traffic.num_messages += 1
         message = Message(
             content,
             dst_node_id=node,
             message_type="evaluate" if isinstance(task.recipe, Evaluate) else "train",
-            group_id=envelope.token,
-            ttl=self.limit,
+            group_id=header.token,
+            ttl=self.timeout,
         )
         (message_id,) = self._grid.push_messages([message])
-        return message_id, letters.most_bytes(task, self._structure, size)
+        return message_id, codec.get_max_bytes(task, self._structure, size)
 
-    def replies(self, message_ids: Sequence[str]) -> list[Message]:
-        """Those of these messages' replies that are there."""
+    def pull(self, message_ids: Sequence[str]) -> list[Message]:
+        """Pulls the replies to these messages that have arrived."""
         return list(self._grid.pull_messages(message_ids))
 
-    def read(self, reply: Message, sent: _Sent) -> _Early | Failure:
-        """The answer, its tensors put aside; or what is wrong with it."""
+    def store(self, reply: Message, sent: _SentMessage) -> _StoredReply | Failure:
+        """Checks a reply, and writes its tensors to disk; a Failure if it is not valid."""
         if reply.has_error():
             return Failure(sent.client, f"{reply.error.reason} (Flower's code {reply.error.code})")
-        self._traffic.bytes_up += letters.num_bytes(reply.content)
-        self._traffic.num_answers += 1
+        self._traffic.bytes_up += codec.count_message_bytes(reply.content)
+        self._traffic.num_replies += 1
         try:
             if reply.metadata.src_node_id != sent.node:
-                raise UpdateError(f"client {sent.client} was answered for by another node")
-            update, kept = letters.read_answer(
-                reply.content, self._structure, sent.envelope, sent.client, sent.most_bytes
+                raise UpdateError(f"another node replied for client {sent.client}")
+            update, saved_state = codec.decode_update(
+                reply.content, self._structure, sent.header, sent.client, sent.max_bytes
             )
         except UpdateError as problem:
             return Failure(sent.client, str(problem))
         self._traffic.tensors_up += sum(t.nbytes for part in update.params for t in part.values())
-        path = self._folder / f"answer-{next(self._files)}"
-        slots = flat.write(path, flat.packed(update.params))
-        return _Early(replace(update, params=()), kept, path, slots)
+        path = self._folder / f"reply-{next(self._file_numbers)}"
+        slots = flat_tensors.write_flat(path, flat_tensors.join_parts(update.params))
+        return _StoredReply(replace(update, params=()), saved_state, path, slots)

@@ -1,0 +1,158 @@
+"""What a finished model and the modules made of it know about themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any
+
+import torch
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+)
+from torch import Tensor, nn
+
+from fedquilt.data import Normalization
+from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.tensors import Example, to_arguments
+
+MAX_NUMBERS = 2**28  # of an example
+ATTRIBUTE = "fedquilt_info"
+
+
+def _check_dtype(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"{name!r} is no type of tensors")
+    return name
+
+
+def _check_shape(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if math.prod(sizes) > MAX_NUMBERS:
+        raise ValueError(f"an example has at most {MAX_NUMBERS} numbers")
+    return sizes
+
+
+def _check_subnet(text: str) -> str:
+    Subnet.decode(text.encode())
+    return text
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """The shape and the dtype of one input of a model; the first axis is the batch."""
+
+    shape: Annotated[tuple[NonNegativeInt, ...], AfterValidator(_check_shape)]
+    dtype: Annotated[str, AfterValidator(_check_dtype)]
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """The name and the options that a known model was made with."""
+
+    name: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run that a finished model comes from, as plain values; stored with the model.
+
+    ``method`` are the settings of the method that differ from their defaults, with its class.
+    ``sizes`` are those that were trained. ``environments`` are where it was trained, one after
+    another. ``client_versions`` and ``chosen_subnets`` are what clients keep and what they chose.
+
+    What the model can be made of again: ``config`` is the settings of the command line;
+    ``model_call`` and ``method_settings`` are those of a run from Python, None if only Python
+    knows them. ``normalization`` is that of the inputs.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="ignore")
+
+    seed: int
+    rounds: PositiveInt
+    method: dict[str, Any]
+    sizes: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+    inputs: Annotated[tuple[InputSpec, ...], Field(min_length=1)]
+    exceeds_budgets: str | None = None
+    client_versions: dict[int, NonNegativeInt] = field(default_factory=dict)
+    chosen_subnets: dict[int, Annotated[str, AfterValidator(_check_subnet)]] = field(
+        default_factory=dict
+    )
+    environments: tuple[dict[str, str], ...] = ()
+    config: dict[str, Any] | None = None
+    model_call: ModelCall | None = None
+    method_settings: dict[str, Any] | None = None
+    normalization: Normalization | None = None
+
+    @property
+    def example(self) -> Example:
+        """Zeros of the shapes of the inputs."""
+        tensors = tuple(torch.zeros(x.shape, dtype=getattr(torch, x.dtype)) for x in self.inputs)
+        return tensors if len(tensors) > 1 else tensors[0]
+
+    def with_results(
+        self,
+        client_versions: Mapping[int, int],
+        chosen_subnets: Mapping[int, Subnet],
+        environments: tuple[Mapping[str, str], ...],
+    ) -> RunInfo:
+        """The same, with what is known only when the run has ended."""
+        return replace(
+            self,
+            client_versions=dict(client_versions),
+            chosen_subnets={c: s.encode().decode() for c, s in chosen_subnets.items()},
+            environments=tuple(dict(environment) for environment in environments),
+        )
+
+    def decode_subnets(self) -> dict[int, Subnet]:
+        """The subnets that clients chose for themselves."""
+        return {c: Subnet.decode(text.encode()) for c, text in self.chosen_subnets.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> RunInfo:
+        """The info in a JSON object; raises pydantic's ValidationError if there is none."""
+        return TypeAdapter(RunInfo).validate_python(dict(document))
+
+
+def describe_inputs(example: Example) -> tuple[InputSpec, ...]:
+    """The shapes and dtypes of an example.
+
+    >>> describe_inputs(torch.zeros(1, 3))
+    (InputSpec(shape=(1, 3), dtype='float32'),)
+    """
+    return tuple(
+        InputSpec(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+        for x in to_arguments(example)
+        if isinstance(x, Tensor)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class SubnetInfo:
+    """What a customized module knows of itself: an example input, its width, its robustness."""
+
+    example: Example
+    width: float
+    robustness: float | None = None  # None: it has no such dial
+
+
+def attach_info(module: nn.Module, info: SubnetInfo) -> None:
+    """Gives a module its info, as the attribute ``fedquilt_info``."""
+    setattr(module, ATTRIBUTE, info)
+
+
+def find_info(module: nn.Module) -> SubnetInfo | None:
+    """The info of a customized module; None for any other."""
+    info = getattr(module, ATTRIBUTE, None)
+    return info if isinstance(info, SubnetInfo) else None

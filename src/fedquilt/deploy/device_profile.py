@@ -1,0 +1,101 @@
+"""Measures what a device can afford: the time and the memory of training at several widths."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fedquilt.data import ClientData
+from fedquilt.federation.state import Setup
+from fedquilt.structure.budget import Budget
+from fedquilt.structure.cost import compute_cost
+from fedquilt.structure.cut import build_module
+from fedquilt.training.losses import cross_entropy
+from fedquilt.training.settings import LocalTraining
+from fedquilt.training.sgd import SGDStep, single_thread
+
+WIDTHS = (1.0, 0.5, 0.25, 0.125, 0.0625)
+NUM_STEPS = 3  # timed steps, after one warm-up step
+MARGIN = 1.5  # for other work on the device, and for the work beside the steps
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The cost of one width on this device: seconds per round, and peak memory in bytes."""
+
+    width: float
+    seconds: float
+    memory: int
+
+
+def find_affordable_width(
+    setup: Setup,
+    data: ClientData,
+    local_training: LocalTraining,
+    deadline: float | None,
+    widths: Sequence[float] = WIDTHS,
+) -> tuple[Budget, list[Measurement]]:
+    """Finds the largest width whose round meets the deadline and fits into memory.
+
+    Without a deadline, memory alone decides. If no width is affordable, the smallest one is
+    returned: the server notices who is late.
+
+    Returns:
+        The budget, and the measurements of all widths that were tried.
+    """
+    measurements: list[Measurement] = []
+    free_memory = get_free_memory()
+    for width in sorted(widths, reverse=True):
+        last = measure_width(setup, data, local_training, width, free_memory)
+        measurements.append(last)
+        if last.memory <= free_memory and (deadline is None or MARGIN * last.seconds <= deadline):
+            break
+    return Budget(measurements[-1].width), measurements
+
+
+def measure_width(
+    setup: Setup, data: ClientData, local_training: LocalTraining, width: float, free_memory: float
+) -> Measurement:
+    """Measures one width; a width that does not fit into memory is not trained."""
+    subnet = setup.structure.subnet(width)
+    memory = compute_cost(
+        setup.model, setup.structure, subnet, setup.example, batch_size=local_training.batch_size
+    ).memory
+    if memory > free_memory:
+        return Measurement(width, float("inf"), memory)
+    module = build_module(setup.model, setup.structure, subnet).train()
+    num_steps = local_training.epochs * -(-len(data) // local_training.batch_size)
+    return Measurement(width, num_steps * _time_step(module, data, local_training), memory)
+
+
+def _time_step(module: nn.Module, data: ClientData, local_training: LocalTraining) -> float:
+    rows = torch.arange(min(local_training.batch_size, len(data)))
+    optimizer_step = SGDStep(module.parameters(), local_training.optimizer_at(local_training.lr))
+    times = []
+    with single_thread(), torch.random.fork_rng(devices=[]):
+        for _ in range(1 + NUM_STEPS):
+            start = time.perf_counter()
+            x, y = data.batch(rows)
+            optimizer_step.step(cross_entropy(module(x), y))
+            times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def get_free_memory() -> float:
+    """The free memory in bytes; infinite where the system does not report it."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return float("inf")

@@ -1,0 +1,94 @@
+"""Clients' states between rounds, as files that a checkpoint can go back to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.files import fsync, read_sealed, write_sealed
+
+
+class ClientStateStore:
+    """One file per client and version; only the latest versions are current."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.versions: dict[int, int] = {}
+        self._synced: set[Path] = set()
+
+    def path(self, client: int, version: int) -> Path:
+        """The file of a version of a client's state."""
+        return self.folder / f"client-{client}.{version}.safetensors"
+
+    def current_path(self, client: int) -> Path | None:
+        """The file of a client's state, if it has any."""
+        version = self.versions.get(client)
+        return None if version is None else self.path(client, version)
+
+    def next_path(self, client: int) -> Path:
+        """The file for the client's next state."""
+        return self.path(client, self.versions.get(client, 0) + 1)
+
+    def advance(self, client: int) -> None:
+        """Makes the next state, which has been written, the current one."""
+        self.versions[client] = self.versions.get(client, 0) + 1
+
+    def restore(self, versions: Mapping[int, int]) -> None:
+        """Goes back to these versions; raises a CorruptFileError if one of them is damaged."""
+        for client, version in versions.items():
+            read_sealed(self.path(client, version))
+        self.versions = dict(versions)
+
+    def sync(self, versions: Mapping[int, int]) -> None:
+        """Waits until the files of these versions are on the disk."""
+        paths = (self.path(client, version) for client, version in versions.items())
+        existing = {path for path in paths if path.exists()}
+        for path in existing - self._synced:
+            fsync(path)
+        if existing - self._synced:
+            fsync(self.folder)
+        self._synced = existing
+
+    def remove_unused(self, *used: Mapping[int, int]) -> None:
+        """Removes the files of versions that none of the given ones uses."""
+        wanted = {self.path(c, v) for versions in used for c, v in versions.items()}
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if path not in wanted:  # also what was left by a process killed while it wrote
+                path.unlink()
+
+
+def write_client_state(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a client's state atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_sealed(path, tensors)
+
+
+def read_client_state(path: Path | None) -> dict[str, Tensor] | None:
+    """A client's state, if it has any; raises a CorruptFileError if the file is damaged."""
+    return None if path is None else read_sealed(path)
+
+
+def is_finite_state(tensors: Mapping[str, Tensor], model: nn.Module) -> bool:
+    """Whether a state has finite values only, but for infinite constants of the model.
+
+    Such a constant is the -inf of an attention mask.
+    """
+    diverged = {name for name, tensor in tensors.items() if not _is_finite(tensor)}
+    if not diverged:
+        return True
+    constants = {name for name, tensor in model.named_buffers() if not _is_finite(tensor)}
+    return all(
+        _tensor_name(name) in constants and not tensors[name].isnan().any() for name in diverged
+    )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _tensor_name(name: str) -> str:
+    """A tensor's name in the model: without a recipe's prefix, and without its owner."""
+    return name.rpartition("/")[2].partition("@")[0]

@@ -1,0 +1,220 @@
+"""The kinds of parts that a pipeline of aggregation is composed of.
+
+A part is a frozen value: its settings are its fields, and it keeps nothing between calls. What must
+survive a round goes into the ``State``, so that it is in checkpoints. To add a part, subclass one
+of the kinds below, set the flags that hold for it, and name it in a method's
+``training_aggregation``; ``pipeline.py`` does not change.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedquilt.federation.client import Update
+from fedquilt.federation.state import Setup, State
+from fedquilt.structure.cut import Params
+
+
+class Part:
+    """What every part states about itself; the values here hold unless a part says otherwise.
+
+    >>> import fedquilt as fq
+    >>> fq.Mean().is_linear, fq.Mean().reveals_data
+    (True, False)
+    """
+
+    is_linear: bool = True
+    """Whether it does the same to a sum of updates as to each of them, as a secure sum needs."""
+
+    needs_public_denominator: bool = False
+    """Whether it needs sums divided by numbers that do not depend on clients' data."""
+
+    reveals_data: bool = False
+    """Whether it rests on clients choosing, by their data, which cells they send."""
+
+
+class Decoder(Part, ABC):
+    """Turns what a client sent into tensors that can be merged.
+
+    >>> from dataclasses import dataclass, replace
+    >>> import fedquilt as fq
+    >>> @dataclass(frozen=True)
+    ... class FromHalf(fq.Decoder):  # clients send 16 bits a value
+    ...     def decode(self, setup, state, update):
+    ...         single = tuple({n: t.float() for n, t in sent.items()} for sent in update.params)
+    ...         return replace(update, params=single)
+    >>> fq.chain(FromHalf()).decoder
+    FromHalf()
+    """
+
+    gives_changes: bool = False
+    """Whether the tensors are changes of the server's values, not values."""
+
+    @abstractmethod
+    def decode(self, setup: Setup, state: State, update: Update) -> Update:
+        """Decodes one update.
+
+        Args:
+            setup: What stays the same during the run.
+            state: The state that the clients of this round were sent.
+            update: What came from a client.
+
+        Raises:
+            UpdateError: The update is not a code of this kind.
+        """
+
+
+class Validator(Part, ABC):
+    """Rejects updates that a method cannot use, beyond names, shapes and values.
+
+    >>> from dataclasses import dataclass
+    >>> import fedquilt as fq
+    >>> @dataclass(frozen=True)
+    ... class MaxWeight(fq.Validator):
+    ...     limit: float
+    ...
+    ...     def validate(self, setup, state, update):
+    ...         if update.weight > self.limit:
+    ...             raise fq.UpdateError(f"client {update.client} has a weight above {self.limit}")
+    >>> fq.chain(MaxWeight(1000.0)).validators
+    (MaxWeight(limit=1000.0),)
+    """
+
+    @abstractmethod
+    def validate(self, setup: Setup, state: State, update: Update) -> None:
+        """Raises an UpdateError that names the client if its update must not be merged.
+
+        Args:
+            setup: What stays the same during the run.
+            state: The state that the clients of this round were sent.
+            update: What came from a client, decoded.
+        """
+
+
+class UpdateTransform(Part, ABC):
+    """Changes one update at a time before it is merged: clips it, caps its weight, drops rows.
+
+    >>> from dataclasses import dataclass, replace
+    >>> import fedquilt as fq
+    >>> @dataclass(frozen=True)
+    ... class CapWeight(fq.UpdateTransform):
+    ...     limit: float
+    ...
+    ...     def transform(self, setup, state, update):
+    ...         return replace(update, weight=min(update.weight, self.limit))
+    >>> fq.chain(CapWeight(100.0), fq.FedAvgM()).transforms
+    (CapWeight(limit=100.0),)
+    """
+
+    @abstractmethod
+    def transform(self, setup: Setup, state: State, update: Update) -> Update:
+        """Transforms one update.
+
+        Args:
+            setup: What stays the same during the run.
+            state: The state that the clients of this round were sent.
+            update: A decoded and validated update, which is not written to.
+
+        Returns:
+            The update that is merged instead.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Aggregate:
+    """What all updates of a round say together.
+
+    Args:
+        params: Global tensors by name; where no update moved a cell, the server's value.
+        trained: For a global name, a mask of the cells that an update with a weight above 0 held.
+        replies: The updates that took part, without their tensors.
+
+    >>> import torch
+    >>> params, held = {"weight": torch.ones(2)}, torch.tensor([True, False])
+    >>> Aggregate(params, trained=lambda name: held).trained("weight")
+    tensor([ True, False])
+    """
+
+    params: Params
+    trained: Callable[[str], Tensor]
+    replies: tuple[Update, ...] = ()
+
+
+class Aggregator(Part, ABC):
+    """Makes one aggregate of all updates of a round.
+
+    >>> from dataclasses import dataclass
+    >>> import torch, fedquilt as fq
+    >>> @dataclass(frozen=True)
+    ... class Median(fq.Aggregator):  # for clients that all train the whole model
+    ...     is_linear = False
+    ...     needs_all_updates = True
+    ...
+    ...     def aggregate(self, setup, state, updates):
+    ...         sent = [update.params[0] for update in updates]
+    ...         params = {n: torch.stack([p[n] for p in sent]).median(0).values for n in sent[0]}
+    ...         return fq.Aggregate(params, lambda name: torch.ones_like(params[name], dtype=bool))
+    >>> fq.chain(Median(), fq.ServerSGD(lr=0.5)).is_linear
+    False
+    """
+
+    takes_changes: bool = False
+    """Whether it merges changes of the server's values, as some decoders give, not values."""
+
+    needs_all_updates: bool = False
+    """Whether it holds all updates at once, as a median does; otherwise they are streamed."""
+
+    needs_linear_parts: bool = False
+    """Whether it sees nothing but sums of updates, as a secure sum does."""
+
+    has_public_denominator: bool = False
+    """Whether sums are divided by numbers that do not depend on clients' data."""
+
+    @abstractmethod
+    def aggregate(self, setup: Setup, state: State, updates: Iterable[Update]) -> Aggregate:
+        """Aggregates the updates, which come one at a time.
+
+        Args:
+            setup: What stays the same during the run.
+            state: The state that the clients of this round were sent.
+            updates: Decoded, validated and transformed updates; each may be dropped once read.
+        """
+
+
+class ServerUpdate(Part, ABC):
+    """Makes the next state of the aggregate.
+
+    >>> from dataclasses import dataclass, replace
+    >>> import fedquilt as fq
+    >>> @dataclass(frozen=True)
+    ... class CountReplies(fq.ServerUpdate):
+    ...     moves_params = False
+    ...
+    ...     def apply(self, setup, state, aggregate):
+    ...         count = state.method_state.get("replies", 0) + len(aggregate.replies)
+    ...         return replace(state, method_state={**state.method_state, "replies": count})
+    >>> fq.chain(CountReplies()).server_updates
+    (ServerSGD(lr=1.0), CountReplies())
+    """
+
+    moves_params: bool = True
+    """Whether it decides the new global tensors; a pipeline has one such part."""
+
+    @property
+    def keeps_aggregate(self) -> bool:
+        """Whether the new global tensors are those of the aggregate, to the last bit."""
+        return False
+
+    @abstractmethod
+    def apply(self, setup: Setup, state: State, aggregate: Aggregate) -> State:
+        """Returns the state after the round; the number of the round is not its concern.
+
+        Args:
+            setup: What stays the same during the run.
+            state: The state before; for a part that is not the first, as the one before left it.
+            aggregate: What the updates of the round say together.
+        """

@@ -1,0 +1,164 @@
+"""What there is to tell of a run: from its directory, and from its data where they are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from fedquilt.data.population import Population
+from fedquilt.errors import CorruptFileError
+from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.architectures import (
+    compute_client_nets,
+    compute_compressions,
+    compute_correlation,
+    compute_distances,
+    compute_keep_rates,
+    compute_layer_costs,
+    compute_mean_costs,
+    compute_mean_fractions,
+    describe_architectures,
+)
+from fedquilt.evaluation.blocks import compute_mean_weights, read_step_sizes
+from fedquilt.evaluation.clients import compute_label_divergences, compute_trained_fractions
+from fedquilt.evaluation.summary import describe_accuracy, get_main_accuracy
+from fedquilt.evaluation.targets import TargetResult, compute_speed_ups, find_reached_targets
+from fedquilt.methods.method import Method
+from fedquilt.report.page import RunReport
+from fedquilt.report.records import (
+    filter_last_phase,
+    read_last_local_tests,
+    read_local_tests,
+    read_milestones,
+    read_traffic,
+)
+from fedquilt.runs.directory import RunDirectory
+from fedquilt.runs.event_lines import describe_finding
+from fedquilt.runs.identity import describe_settings
+from fedquilt.runs.run import Run
+
+
+def build_report(
+    name: str, run: Run, population: Population | None = None, *, workers: int | None = None
+) -> RunReport:
+    """The story of a finished run; with its population, client by client too."""
+    about: dict[str, Any] = {
+        "method": describe_method(run.method),
+        "rounds": run.setup.rounds,
+        "seed": run.seed,
+    }
+    environments = [
+        " ".join(f"{k} {v}" for k, v in sorted(e.items())) for e in run.info.environments
+    ]
+    about |= {"made with": ", then ".join(environments)} if environments else {}
+    about |= {"health": "; ".join(map(describe_finding, run.findings))} if run.findings else {}
+    recorded = {} if run.directory is None else _read_recorded(run.directory)
+    scores = recorded.pop("scores", ()) or run.scores
+    chosen = run.state.chosen_subnets
+    budgets = {c.id: c.budget for c in population.clients} if population is not None else {}
+    clients = [] if population is None else run.by_client(population, workers=workers)
+    own = describe_architectures(run.setup.structure, chosen, budgets)
+    nets = compute_client_nets(run.setup, chosen, clients, budgets)
+    story = RunReport(
+        name,
+        about,
+        scores,
+        size_kind=run.method.size_kind,
+        accuracy_is=describe_accuracy(run.setup, run.method),
+        exceeds_budgets=run.info.exceeds_budgets,
+        clients=clients,
+        steps=read_step_sizes(run.setup, run.method, run.state),
+        weights=compute_mean_weights(run.setup, run.method, run.state),
+        architectures=own,
+        distances=compute_distances(own) if own else None,
+        nets=nets,
+        mean_costs=compute_mean_costs(nets),
+        mean_shares=compute_mean_fractions(run.user_setup, nets),
+        rates=compute_keep_rates(run.setup.structure, own),
+        layers=compute_layer_costs(run.setup, chosen),
+        **recorded,
+    )
+    if population is None:
+        return story
+    labels = compute_label_divergences(run.setup, population.train) if chosen else {}
+    small = compute_compressions(run.setup, chosen, labels)
+    return replace(
+        story,
+        shares=compute_trained_fractions(
+            replace(run.setup, clients=population.clients), chain.from_iterable(run.read_clients())
+        ),
+        compressions=small,
+        correlation=compute_correlation(small),
+    )
+
+
+def describe_method(method: Method) -> str:
+    """The name of a method, and its settings that differ from their defaults.
+
+    >>> from fedquilt import FedAvg, LocalTraining
+    >>> describe_method(FedAvg(LocalTraining(lr=0.5), fraction=0.25))
+    'FedAvg (local_training.lr 0.5, fraction 0.25)'
+    >>> describe_method(FedAvg())
+    'FedAvg'
+    """
+    settings = describe_settings(method)
+    changes = ", ".join(_list_settings(settings))
+    return f"{settings['class']} ({changes})" if changes else str(settings["class"])
+
+
+def _list_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in settings.items():
+        if isinstance(value, dict) and set(value) != {"class"}:
+            yield from _list_settings(value, f"{prefix}{name}.")
+        elif isinstance(value, dict):
+            yield f"{prefix}{name} {value['class']}"
+        elif isinstance(value, list):
+            yield f"{prefix}{name} {'/'.join(map(str, value))}"
+        elif name != "class":
+            yield f"{prefix}{name} {value}"
+
+
+def _read_recorded(directory: RunDirectory) -> dict[str, Any]:
+    """What a run's directory tells of its rounds."""
+    return {
+        "scores": _read_evaluated(directory),
+        "progress": list(read_milestones(directory)),
+        "traffic": read_traffic(directory),
+        "local_tests": read_local_tests(directory),
+        "local": read_last_local_tests(directory),
+    }
+
+
+def compare_reports(stories: Sequence[RunReport], targets: Sequence[float]) -> list[RunReport]:
+    """The stories with the rounds that each target took, and how that compares with the first.
+
+    Earlier phases count with their rounds, not with the accuracy of what they train: another net.
+    """
+    first, *others = [_find_reached(story, targets) for story in stories]
+    found = [first, *(compute_speed_ups(first, other) for other in others)]
+    return [replace(story, targets=r) for story, r in zip(stories, found, strict=True)]
+
+
+def _find_reached(story: RunReport, targets: Sequence[float]) -> list[TargetResult]:
+    return find_reached_targets(
+        targets,
+        [(m.round, get_main_accuracy(m.score)) for m in filter_last_phase(story.progress)],
+        [(test.round, test.accuracy) for test in filter_last_phase(story.local_tests)],
+    )
+
+
+def _read_evaluated(directory: RunDirectory) -> tuple[SizeScore, ...]:
+    """The scores of the last ``fedquilt evaluate`` with an attack, if there was one."""
+    document = directory.read_evaluation()
+    if document is None:
+        return ()
+    fields = SizeScore.__dataclass_fields__
+    try:
+        rows: list[dict[str, Any]] = document["sizes"]
+        return tuple(SizeScore(**{k: v for k, v in row.items() if k in fields}) for row in rows)
+    except (AttributeError, KeyError, TypeError) as problem:
+        raise CorruptFileError(
+            f"{directory.evaluation_file} is damaged: it holds no scores; evaluate again"
+        ) from problem

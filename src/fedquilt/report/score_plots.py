@@ -1,0 +1,213 @@
+"""Makes the figures of a report that show scores of runs and clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from statistics import fmean, pstdev
+
+from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.clients import ClientScore
+from fedquilt.evaluation.summary import SCORES, find_common_score, get_main_accuracy
+from fedquilt.formatting import format_percent, list_values
+from fedquilt.report.figures import Bars, Boxes, Curve, Densities, Figure, Lines
+from fedquilt.report.records import (
+    LocalTest,
+    Milestone,
+    count_bytes_to_reach,
+    filter_last_phase,
+)
+
+
+def plot_by_size(
+    runs: Mapping[str, Sequence[SizeScore]], names: Collection[str] = ("width",)
+) -> list[Figure]:
+    """Accuracy against parameters, MACs and size (Split-Mix, Table 1).
+
+    ``names`` are the names of the runs' sizes. Sizes that mean different things have no figure.
+    """
+    against = {"params": "parameters", "macs": "MACs, one example"}
+    if len(names) == 1:
+        against["width"] = next(iter(names))
+    accuracy = _choose_accuracy([score for scores in runs.values() for score in scores])
+    return [
+        Lines(
+            f"Accuracy against {label}",
+            label,
+            accuracy.label,
+            {name: _make_curve(scores, attribute, accuracy) for name, scores in runs.items()},
+        )
+        for attribute, label in against.items()
+    ]
+
+
+def _make_curve(scores: Sequence[SizeScore], attribute: str, accuracy: _Accuracy) -> Curve:
+    return sorted(
+        (float(getattr(score, attribute)), 100 * value)
+        for score in scores
+        if not score.robustness and (value := accuracy.get(score)) is not None
+    )
+
+
+@dataclass(frozen=True)
+class _Accuracy:
+    """The accuracy that a figure shows."""
+
+    label: str
+    get: Callable[[SizeScore], float | None]
+
+
+def _choose_accuracy(scores: Sequence[SizeScore]) -> _Accuracy:
+    """Chooses an accuracy that all scores have."""
+    name = find_common_score(scores)
+    if name is None:
+        return _Accuracy("accuracy (%), where it is known", get_main_accuracy)
+    return _Accuracy(f"{SCORES[name]} (%)", attrgetter(name))
+
+
+def plot_trade_off(runs: Mapping[str, Sequence[SizeScore]]) -> list[Figure]:
+    """Robust against standard accuracy, one curve for each width (Split-Mix, Fig. 7)."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for name, scores in runs.items():
+        for score in scores:
+            clean = score.user_accuracy  # of the clients whose data are attacked
+            if score.robust_accuracy is not None and clean is not None:
+                curves.setdefault(f"{name} x{score.width:g}", []).append(
+                    (100 * clean, 100 * score.robust_accuracy)
+                )
+    if not curves:
+        return []
+    return [
+        Lines(
+            "Robust against standard accuracy",
+            "user accuracy (%)",
+            "robust accuracy (%)",
+            curves,
+        )
+    ]
+
+
+def plot_by_time(runs: Mapping[str, Sequence[Milestone]]) -> Figure:
+    """Accuracy of the largest subnet against seconds of training (Split-Mix, Fig. 9)."""
+    accuracy = _choose_accuracy([m.score for progress in runs.values() for m in progress])
+    return Lines(
+        "Accuracy of the largest net against wall-clock time",
+        "seconds",
+        accuracy.label,
+        {
+            name: [
+                (milestone.seconds, 100 * value)
+                for milestone in progress
+                if (value := accuracy.get(milestone.score)) is not None
+            ]
+            for name, progress in runs.items()
+        },
+        is_linear=True,
+    )
+
+
+def plot_by_round(
+    runs: Mapping[str, Sequence[Milestone]], local: Mapping[str, Sequence[LocalTest]]
+) -> list[Figure]:
+    """Accuracy of the largest subnet, and of local models, against rounds (ADDS, Fig. 4)."""
+    accuracy = _choose_accuracy([m.score for progress in runs.values() for m in progress])
+    known = {n: [(m.round, accuracy.get(m.score)) for m in ms] for n, ms in runs.items()}
+    shared = {n: [(r, 100 * a) for r, a in pairs if a is not None] for n, pairs in known.items()}
+    own = {n: [(test.round, 100 * test.accuracy) for test in tests] for n, tests in local.items()}
+    return [
+        Lines(f"Accuracy of {whose} against rounds", "round", y, curves, is_linear=True)
+        for whose, y, curves in (
+            ("the largest net", accuracy.label, shared),
+            ("clients' own models", "accuracy before merging (%)", own),
+        )
+        if any(curves.values())
+    ]
+
+
+def plot_density(local: Mapping[str, Mapping[int, float]]) -> list[Figure]:
+    """The distribution of the accuracies of local models (ADDS, Fig. 4)."""
+    values = {name: [100 * a for a in scores.values()] for name, scores in local.items() if scores}
+    if not values:
+        return []
+    means = ", ".join(f"{name} {fmean(v):.1f}% ± {pstdev(v):.1f}%" for name, v in values.items())
+    return [
+        Densities(
+            "Clients' own models, each on its own test data",
+            "accuracy before merging (%)",
+            values,
+            f"Mean and standard deviation over clients, the last time each was tested: {means}.",
+        )
+    ]
+
+
+def plot_by_traffic(runs: Mapping[str, Sequence[Milestone]]) -> list[Figure]:
+    """Accuracy of the largest subnet, and of personal models, against bytes (APFL, Fig. 4)."""
+    largest = max((m.bytes for progress in runs.values() for m in progress), default=0)
+    unit, factor = next(
+        ((u, f) for u, f in (("GB", 1e9), ("MB", 1e6)) if largest >= f), ("kB", 1e3)
+    )
+    accuracy = _choose_accuracy([m.score for progress in runs.values() for m in progress])
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for name, progress in runs.items():
+        for milestone in progress:
+            shown = {name: accuracy.get(milestone.score)}
+            shown[f"{name}, personal"] = milestone.score.personal_accuracy
+            for curve, value in shown.items():
+                if value is not None:
+                    point = (milestone.bytes / factor, 100 * value)
+                    curves.setdefault(curve, []).append(point)
+    if not curves:
+        return []
+    return [
+        Lines(
+            "Accuracy of the largest net against communication",
+            f"{unit} received and sent by all clients",
+            accuracy.label,
+            curves,
+            is_linear=True,
+            caption=_describe_bytes_to_reach(runs, accuracy),
+        )
+    ]
+
+
+def _describe_bytes_to_reach(runs: Mapping[str, Sequence[Milestone]], accuracy: _Accuracy) -> str:
+    """The bytes that every run needed for an accuracy which all of them reach.
+
+    Earlier phases count with their bytes, but not with their accuracy: they train another model.
+    """
+    last = {n: filter_last_phase(ms) for n, ms in runs.items() if ms}
+    best = [max(accuracy.get(m.score) or 0.0 for m in ms) for ms in last.values()]
+    spent = {name: count_bytes_to_reach(ms, min(best), accuracy.get) for name, ms in last.items()}
+    reached = {name: sent for name, sent in spent.items() if sent is not None}
+    if not len(runs) == len(reached) > 1:
+        return ""
+    return list_values(f"To reach {format_percent(min(best))}, as all do", reached, "B")
+
+
+def plot_by_client(runs: Mapping[str, Sequence[ClientScore]]) -> Figure:
+    """The distribution of accuracy, MACs and sent parameters over clients (Split-Mix, Fig. 5)."""
+    return Boxes(
+        "Clients",
+        {
+            "accuracy (%)": {
+                n: [100 * c.accuracy for c in clients if c.accuracy is not None]
+                for n, clients in runs.items()
+            },
+            "MACs, one example (M)": {n: [c.macs / 1e6 for c in cs] for n, cs in runs.items()},
+            "parameters a round (M)": {
+                n: [c.params_per_round / 1e6 for c in cs] for n, cs in runs.items()
+            },
+        },
+    )
+
+
+def plot_by_group(runs: Mapping[str, Mapping[str, float]]) -> Figure:
+    """The fraction of parameters trained by the clients of each group (Split-Mix, Fig. 6)."""
+    labels = tuple(dict.fromkeys(group for shares in runs.values() for group in shares))
+    return Bars(
+        "Share of parameters ever trained",
+        "share (%)",
+        labels,
+        {n: [100 * shares.get(g, 0.0) for g in labels] for n, shares in runs.items()},
+    )

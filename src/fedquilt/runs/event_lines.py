@@ -1,0 +1,122 @@
+"""Describes the events of a run in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.summary import get_main_accuracy
+from fedquilt.federation.client import client_label
+from fedquilt.formatting import format_percent
+from fedquilt.runs.events import (
+    CheckpointDamaged,
+    ClientDone,
+    EnvironmentChanged,
+    Evaluated,
+    Event,
+    ProblemFound,
+    RoundDone,
+    RoundRepeated,
+    RoundStarted,
+    WaitingForLock,
+)
+from fedquilt.runs.health import Finding
+
+SEPARATOR = " · "
+MAX_ACCURACIES = 58  # characters, so that a line fits into 80 columns
+
+
+class EventLines:
+    """A callback that passes one line for every event worth reading to a function.
+
+    Args:
+        write: Called with every line.
+        num_rounds: The rounds of the run, until its first event tells.
+
+    >>> from fedquilt.runs.events import ClientDone
+    >>> EventLines(print, 10)(ClientDone(3, "out of memory"))
+    client 3 failed: out of memory
+    """
+
+    def __init__(self, write: Callable[[str], None], num_rounds: int) -> None:
+        self._write, self._num_rounds = write, num_rounds
+
+    def __call__(self, event: Event) -> None:
+        """Writes the line of an event, if it has one."""
+        if isinstance(event, RoundStarted):
+            self._num_rounds = event.total
+        line = describe_event(event, self._num_rounds)
+        if line:
+            self._write(line)
+
+
+def describe_event(event: Event, num_rounds: int) -> str:
+    """Describes an event in one line; an empty one for events that most users do not need.
+
+    >>> describe_event(RoundDone(3, "train", 0.4123, 10, (), 0, 0, 2.1), 10)
+    'round 3/10 · loss 0.4123 · 10 clients · 2.1 s'
+    """
+    match event:
+        case ClientDone(problem=str() as problem):
+            label = client_label(event.client)
+            return f"{label} failed: {problem.removeprefix(f'{label} ')}"
+        case RoundDone():
+            return _describe_round(event, num_rounds)
+        case RoundRepeated():
+            replies = f"{event.num_clients} of {event.quorum} required replies"
+            return _join_facts(f"round {event.round}/{num_rounds}", replies, "repeating the round")
+        case Evaluated():
+            accuracies = f"accuracy {describe_accuracies(event.scores)}"
+            return _join_facts(f"round {event.round}/{num_rounds}", accuracies)
+        case ProblemFound(finding=finding):
+            return _join_facts(f"round {event.round}/{num_rounds}", describe_finding(finding))
+        case CheckpointDamaged():
+            return f"{event.problem}; resuming from the checkpoint of round {event.round}"
+        case WaitingForLock():
+            return (
+                f"another process is training in {event.folder}; waiting up to {event.seconds:g} s"
+            )
+        case EnvironmentChanged():
+            return (
+                f"resuming after round {event.round} in another environment ({event.change}): the "
+                "last bits of results may differ"
+            )
+    return ""
+
+
+def describe_finding(finding: Finding) -> str:
+    """Describes a finding in one line.
+
+    >>> describe_finding(Finding("loss", True, "the training loss does not fall"))
+    'warning: the training loss does not fall'
+    """
+    return f"{'warning' if finding.is_severe else 'note'}: {finding.sentence}"
+
+
+def describe_accuracies(scores: Sequence[SizeScore]) -> str:
+    """The accuracy at each size; the range and the mean where these would make a long line."""
+    known = [(get_main_accuracy(score), score.width) for score in scores]
+    parts = [f"{format_percent(accuracy)} at {width:g}" for accuracy, width in known]
+    text = ", ".join(parts)
+    if len(text) <= MAX_ACCURACIES:
+        return text
+    values = [accuracy for accuracy, _ in known if accuracy is not None]
+    mean = format_percent(fmean(values)) if values else "-"
+    return f"{parts[0]} to {parts[-1]}, mean {mean} of {len(parts)} sizes"
+
+
+def _describe_round(event: RoundDone, num_rounds: int) -> str:
+    local = event.local_accuracy
+    return _join_facts(
+        f"round {event.round}/{num_rounds}",
+        "" if event.loss is None else f"loss {event.loss:.4f}",
+        "" if local is None else f"local accuracy {format_percent(local)}",
+        f"{event.num_clients} client{'s' if event.num_clients != 1 else ''}",
+        f"{len(event.failures)} failed" if event.failures else "",
+        f"{event.seconds:.1f} s",
+    )
+
+
+def _join_facts(*facts: str) -> str:
+    return SEPARATOR.join(filter(None, facts))

@@ -1,0 +1,253 @@
+"""What a run tells its callbacks while it works.
+
+A callback is a function of one event. It is called in the order in which things happen:
+
+>>> import torch, fedquilt as fq
+>>> def follow(event: fq.Event) -> None:
+...     match event:
+...         case fq.RoundStarted():
+...             print(f"round {event.round} of {event.total}: {event.num_tasks} clients")
+...         case fq.ClientDone():
+...             print(f"client {event.client}: {event.problem or 'done'}")
+...         case fq.RoundDone():
+...             print(f"{event.bytes_up} bytes received")
+...         case fq.Evaluated():
+...             print(f"{len(event.scores)} size evaluated")
+...         case fq.CheckpointSaved():
+...             print(f"saved as {event.path.name}")
+...         case fq.ProblemFound():
+...             print(event.finding.sentence)
+>>> data = (torch.rand(12, 4), torch.arange(12) % 3)
+>>> clients = fq.make_clients(data, test=data, count=2)
+>>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+>>> callbacks: list[fq.Callback] = [follow]
+>>> run = fq.train(model, data[0], "fedavg", clients, 1, workers=0, callbacks=callbacks)
+round 1 of 1: 2 clients
+client 0: done
+client 1: done
+536 bytes received
+1 size evaluated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedquilt.errors import ConfigError
+from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.clients import ClientRecord
+from fedquilt.federation.client import Failure
+from fedquilt.runs.health import Finding
+
+
+@dataclass(frozen=True)
+class RoundStarted:
+    """A round starts.
+
+    Args:
+        round: The number of the round, from 1.
+        phase: The name of the method's phase.
+        num_tasks: The number of tasks of the round.
+        total: The number of rounds of all phases.
+    """
+
+    round: int
+    phase: str
+    num_tasks: int
+    total: int
+
+
+@dataclass(frozen=True)
+class ClientProgress:
+    """A client has done this fraction of its work; reported for long work only."""
+
+    client: int
+    done: float
+
+
+@dataclass(frozen=True)
+class ClientDone:
+    """A client has answered, or failed.
+
+    Args:
+        client: The client's number.
+        problem: Why it failed; None: it has answered.
+    """
+
+    client: int
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class RoundDone:
+    """A round is over.
+
+    Args:
+        round: The number of the round, from 1.
+        phase: The name of the method's phase.
+        loss: The mean training loss of the clients; None if there is none that is finite.
+        num_clients: The number of clients whose updates were merged.
+        failures: The clients without a usable update, and why.
+        bytes_down: The bytes that were sent to clients.
+        bytes_up: The bytes that clients sent.
+        seconds: How long the round took.
+        local: The accuracy of each client's own model on its own test data, before the models were
+            merged; empty without ``test_locally``.
+        sent: The bytes that each client sent.
+        losses: The training loss of each client; None if it was not finite.
+        scales: The largest value in the normalization statistics that each client sent, if any.
+        clients: What every client that was asked received, returned and reported.
+    """
+
+    round: int
+    phase: str
+    loss: float | None
+    num_clients: int
+    failures: tuple[Failure, ...]
+    bytes_down: int
+    bytes_up: int
+    seconds: float
+    local: Mapping[int, float] = field(default_factory=dict)
+    sent: Mapping[int, int] = field(default_factory=dict)
+    losses: Mapping[int, float | None] = field(default_factory=dict)
+    scales: Mapping[int, float] = field(default_factory=dict)
+    clients: tuple[ClientRecord, ...] = ()
+
+    @property
+    def local_accuracy(self) -> float | None:
+        """The mean over clients; None without local tests."""
+        return sum(self.local.values()) / len(self.local) if self.local else None
+
+
+@dataclass(frozen=True)
+class RoundRepeated:
+    """A round had fewer answers than its quorum, and is repeated."""
+
+    round: int
+    num_clients: int
+    quorum: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The model was evaluated after a round.
+
+    Args:
+        round: The number of rounds that are done.
+        scores: The scores of each size, the largest first.
+        failures: The failures of the closing phases and of the evaluation.
+        bytes_down: The bytes that were sent to clients in the closing phases.
+        bytes_up: The bytes that clients sent in the closing phases.
+        is_final: Whether the run is at its end.
+        seconds: How long the closing phases and the evaluation took.
+        scales: As in ``RoundDone``, of the closing phases.
+        findings: What the records of the whole run so far show about its health.
+    """
+
+    round: int
+    scores: tuple[SizeScore, ...]
+    failures: tuple[Failure, ...]
+    bytes_down: int
+    bytes_up: int
+    is_final: bool
+    seconds: float
+    scales: Mapping[int, float] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProblemFound:
+    """The records so far show a problem; each problem is reported once.
+
+    Args:
+        round: The number of the round in which it was found.
+        finding: The problem: its kind, how severe it is, and a sentence about it.
+    """
+
+    round: int
+    finding: Finding
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """A checkpoint has been written.
+
+    Args:
+        round: The number of rounds that are done.
+        path: The file.
+    """
+
+    round: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class EnvironmentChanged:
+    """The run resumes in another environment, so that last bits of its results may differ."""
+
+    round: int
+    change: str
+
+
+@dataclass(frozen=True)
+class WaitingForLock:
+    """Another process works in the run's directory; this one waits, at most ``seconds``."""
+
+    folder: Path | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CheckpointDamaged:
+    """A checkpoint is damaged, so that the run resumes from ``round``, which is earlier."""
+
+    round: int
+    problem: str
+
+
+Event = (
+    RoundStarted
+    | ClientProgress
+    | ClientDone
+    | RoundDone
+    | RoundRepeated
+    | Evaluated
+    | CheckpointSaved
+    | EnvironmentChanged
+    | ProblemFound
+    | CheckpointDamaged
+    | WaitingForLock
+)
+Callback = Callable[[Event], None]
+
+
+def list_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
+    """Lists callbacks, and refuses what is none."""
+    if callable(callbacks):
+        raise ConfigError("callbacks is a list of callables, such as [print], got one callable")
+    listed = tuple(callbacks)
+    for callback in listed:
+        if not callable(callback):
+            raise ConfigError(
+                f"a callback is a callable that takes an event, got {type(callback).__name__}"
+            )
+    return listed
+
+
+def combine_callbacks(callbacks: Iterable[Callback]) -> Callback:
+    """One callback that calls several, in their order.
+
+    >>> heard = []
+    >>> combine_callbacks([heard.append, heard.append])(ClientDone(3))
+    >>> len(heard)
+    2
+    """
+    listed = list_callbacks(callbacks)
+
+    def notify(event: Event) -> None:
+        for callback in listed:
+            callback(event)
+
+    return notify

@@ -1,0 +1,222 @@
+"""One path to every run: plan it, start or resume it, train it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fedquilt.customize.bundle import save_bundle
+from fedquilt.customize.info import ModelCall, RunInfo, describe_inputs
+from fedquilt.data import Normalization
+from fedquilt.data.population import Population
+from fedquilt.errors import CheckpointError, ConfigError
+from fedquilt.federation.state import Setup, State
+from fedquilt.files import MAX_WAIT
+from fedquilt.methods.method import Method
+from fedquilt.models import get_factory_call
+from fedquilt.models.pretrained import LoadReport, load_pretrained
+from fedquilt.runs.directory import RunDirectory
+from fedquilt.runs.engines import EngineFactory, make_local_engine
+from fedquilt.runs.events import Callback, WaitingForLock, combine_callbacks, list_callbacks
+from fedquilt.runs.identity import compute_fingerprint, describe_settings
+from fedquilt.runs.loop import TrainingLoop
+from fedquilt.runs.policies import Cadence, FaultPolicy
+from fedquilt.runs.preflight import check_start
+from fedquilt.runs.run import Run
+from fedquilt.structure.cut import load_tensors
+from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.serialization import to_plain
+
+
+@dataclass(frozen=True)
+class RunSource:
+    """What commands can open a run by later: the settings that describe it.
+
+    ``config`` are all settings, ``toml`` the same as the text of ``config.toml``. A run from Python
+    has neither. ``weights`` is a file that the model starts from; with ``is_strict`` all of it must
+    fit.
+    """
+
+    config: dict[str, object] | None = None
+    toml: str | None = None
+    normalization: Normalization | None = None
+    weights: str | Path | None = None
+    is_strict: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class RunPlan:
+    """Everything that a run depends on, before it is started or resumed.
+
+    ``setup`` has the user's model, which the run may change. ``available`` returns the clients
+    that can be asked now; None means all of them.
+    """
+
+    setup: Setup
+    method: Method
+    population: Population
+    directory: RunDirectory | None = None
+    source: RunSource = field(default_factory=RunSource)
+    cadence: Cadence = field(default_factory=Cadence)
+    faults: FaultPolicy = field(default_factory=FaultPolicy)
+    engine: EngineFactory | None = None  # None: this machine, one worker per core
+    available: Callable[[], Collection[int]] | None = None
+
+
+def start_run(plan: RunPlan) -> PreparedRun:
+    """Checks a plan for a new run; nothing is written before ``train``."""
+    _check(plan, resume=False)
+    report = _load_weights(plan)
+    return PreparedRun(plan, plan.method.prepare_model(plan.setup), load_report=report)
+
+
+def resume_run(plan: RunPlan) -> PreparedRun:
+    """Checks a plan for a run that goes on from its directory; nothing is written before ``train``.
+
+    The model gets the first values of the run: a resumed run starts from the same.
+    """
+    if plan.directory is None:
+        raise ConfigError("a run is resumed from its directory, and there is none; give out=...")
+    _check(plan, resume=True)
+    try:
+        load_tensors(plan.setup.model, plan.directory.read_initial())
+    except (KeyError, RuntimeError) as problem:
+        raise CheckpointError(
+            f"{plan.directory} was started with another model ({problem})"
+        ) from problem
+    return PreparedRun(plan, plan.method.prepare_model(plan.setup), is_resumed=True)
+
+
+def _check(plan: RunPlan, *, resume: bool) -> None:
+    setup = plan.setup
+    check_start(setup.model, setup.example, plan.population, setup.rounds)
+    if plan.directory is not None:
+        plan.directory.check(resume=resume)
+
+
+def _load_weights(plan: RunPlan) -> LoadReport | None:
+    """Loads the file of weights, if there is one, into the model that the method starts from."""
+    path = plan.source.weights
+    if path is None:
+        return None
+    if plan.method.reinitializes:
+        raise ConfigError(
+            f"{type(plan.method).__name__} draws the initial values anew, so that it would not use "
+            f"model.weights = '{path}'; leave it out, or choose a method such as heterofl"
+        )
+    return load_pretrained(plan.setup.model, path, strict=plan.source.is_strict)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRun:
+    """A checked run that is ready to train.
+
+    ``setup`` has the model as the method prepared it; ``load_report`` says which weights were
+    loaded from a file.
+    """
+
+    plan: RunPlan
+    setup: Setup
+    is_resumed: bool = False
+    load_report: LoadReport | None = None
+
+    def train(self, callbacks: Iterable[Callback] = ()) -> Run:
+        """Trains to the last round, with the directory locked; ``callbacks`` get every event."""
+        plan, callbacks = self.plan, list_callbacks(callbacks)
+        notify = combine_callbacks(callbacks)
+        directory = plan.directory
+        waiting = WaitingForLock(None if directory is None else directory.path, MAX_WAIT)
+        held = (
+            nullcontext()
+            if directory is None
+            else directory.hold(resume=self.is_resumed, on_wait=lambda: notify(waiting))
+        )
+        make_engine = plan.engine or make_local_engine(None)
+        with held:
+            if directory is not None and not self.is_resumed:
+                self._write_settings(directory)
+                directory.write_initial(named_tensors(plan.setup.model))
+            states = None if directory is None else directory.clients
+            with closing(make_engine(self.setup, plan.population, states)) as engine:
+                loop = TrainingLoop(
+                    self.setup,
+                    plan.method,
+                    engine,
+                    plan.population.has_server_test,
+                    plan.population.testers,
+                    directory,
+                    compute_fingerprint(self.setup, plan.method),
+                    plan.cadence,
+                    callbacks,
+                    plan.faults,
+                    self._save_bundle,
+                    plan.available,
+                )
+                return self._finish(loop)
+
+    def _finish(self, loop: TrainingLoop) -> Run:
+        """Runs the loop to its end."""
+        directory = self.plan.directory
+        position = loop.restore() if self.is_resumed else loop.start()
+        if directory is not None and self.is_resumed:  # after the checkpoint was found to fit
+            self._write_settings(directory)
+        state, scores = loop.train_from(position)
+        return Run(
+            self.setup,
+            self.plan.method,
+            state,
+            scores,
+            self._describe(loop, state),
+            self.plan.setup,
+            self.plan.population,
+            directory,
+            loop.findings,
+            loop.clients,
+        )
+
+    def _write_settings(self, directory: RunDirectory) -> None:
+        if self.plan.source.toml is not None:
+            directory.write_config(self.plan.source.toml)
+
+    def _save_bundle(self, loop: TrainingLoop, state: State) -> None:
+        """Writes the finished model."""
+        if self.plan.directory is not None:
+            structure = self.plan.setup.structure
+            save_bundle(
+                self.plan.directory.model, state.params, structure, self._describe(loop, state)
+            )
+
+    def _describe(self, loop: TrainingLoop, state: State) -> RunInfo:
+        """What is stored with the finished model."""
+        setup, method, source = self.setup, self.plan.method, self.plan.source
+        info = RunInfo(
+            setup.seed,
+            setup.rounds,
+            describe_settings(method),
+            tuple(method.sizes(setup)),
+            describe_inputs(setup.example),
+            method.exceeds_budgets(setup),
+            config=source.config,
+            normalization=source.normalization,
+        )
+        if source.config is None:
+            call = get_factory_call(self.plan.setup.model)
+            info = replace(
+                info,
+                model_call=None if call is None else ModelCall(**call),
+                method_settings=_to_plain_or_none(method),
+            )
+        return info.with_results(
+            loop.engine.client_versions(), state.chosen_subnets, loop.environments
+        )
+
+
+def _to_plain_or_none(method: Method) -> dict[str, object] | None:
+    """The settings that make the method again; None if it holds more than plain values."""
+    try:
+        settings: dict[str, object] = to_plain(method)
+    except ConfigError:
+        return None
+    return settings

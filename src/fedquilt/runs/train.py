@@ -1,0 +1,113 @@
+"""``fedquilt.train``: a run from Python objects."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+from torch import nn
+
+from fedquilt.data.population import Population
+from fedquilt.errors import ConfigError
+from fedquilt.federation.state import Setup
+from fedquilt.methods.method import Method
+from fedquilt.ranges import Number, check_value
+from fedquilt.runs.directory import RunDirectory
+from fedquilt.runs.engines import EngineFactory, make_local_engine
+from fedquilt.runs.events import Callback
+from fedquilt.runs.plan import RunPlan, resume_run, start_run
+from fedquilt.runs.policies import Cadence, FaultPolicy
+from fedquilt.runs.preflight import check_start, find_method, warn_of_lost_values
+from fedquilt.runs.run import Run
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.supported import unshare_buffers
+from fedquilt.structure.tensors import Example
+
+
+def train(
+    model: nn.Module,
+    example: Example,
+    method: Method | str,
+    clients: Population,
+    rounds: int,
+    *,
+    seed: int = 0,
+    workers: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    exclude: tuple[str, ...] = (),
+    blocks: tuple[str, ...] | None = None,
+    keep_numbers: tuple[str, ...] = (),
+    structure: Structure | None = None,
+    cadence: Cadence | None = None,
+    faults: FaultPolicy | None = None,
+    callbacks: Iterable[Callback] = (),
+    engine: EngineFactory | None = None,
+    available: Callable[[], Collection[int]] | None = None,
+) -> Run:
+    """Trains a model over clients of any size.
+
+    The model given is left as it is.
+
+    Args:
+        model: The supernet, with its initial values.
+        example: An input like the clients'; its first axis is the batch.
+        method: The method, or its name, such as ``"heterofl"``: that method with its defaults.
+        clients: Who takes part, and their data, from ``make_clients``.
+        rounds: The number of rounds of training.
+        seed: The seed of all random streams.
+        workers: The number of processes that do the clients' work; None: one per core, 0: the work
+            is done in this process.
+        out: A directory in which the run is kept; None: in memory only.
+        resume: Whether to go on with the run in ``out``.
+        exclude: Modules that are never cut, as ``trace_structure`` takes them.
+        blocks: Blocks that may be skipped, as ``trace_structure`` takes them.
+        keep_numbers: Numbers of modules that are no widths, as ``trace_structure`` takes them.
+        structure: What can be cut in the model; None: ``trace_structure`` finds it.
+        cadence: How often the run evaluates and saves; None: ``Cadence()``.
+        faults: How many missing answers a round tolerates; None: half of its clients.
+        callbacks: Are called with every event of the run, see ``fedquilt.runs.events``.
+        engine: Makes the engine that runs tasks; None: one on this machine with ``workers``.
+        available: Returns the numbers of the clients that can be asked now; None: all can.
+
+    Returns:
+        The finished run.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(12, 4), torch.arange(12) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=2, budgets=(1.0, 0.5))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> run = fq.train(model, data[0][:1], "heterofl", clients, rounds=1, workers=0)
+    >>> [(score.width, score.params) for score in run.scores]
+    [(1.0, 67), (0.5, 35)]
+    """
+    method = find_method(method)
+    check_value("seed", seed, Number)
+    if resume and out is None:
+        raise ConfigError("a run is resumed from its directory, and there is none; give out=...")
+    if engine is not None and not callable(engine):
+        raise ConfigError(
+            f"engine is a function that makes an engine, got {engine!r}; leave it out to train on "
+            "this machine, or train on Flower with the command fedquilt train"
+        )
+    check_start(model, example, clients, rounds)  # before the model is traced
+    if not resume:
+        warn_of_lost_values(model, method)
+    model = copy.deepcopy(model)
+    unshare_buffers(model)
+    structure = structure or trace_structure(
+        model, example, exclude=exclude, blocks=blocks, keep_numbers=keep_numbers
+    )
+    plan = RunPlan(
+        Setup(model, structure, example, clients.clients, rounds, seed),
+        method,
+        clients,
+        None if out is None else RunDirectory(out),
+        cadence=cadence or Cadence(),
+        faults=faults or FaultPolicy(),
+        engine=engine or make_local_engine(workers),
+        available=available,
+    )
+    return (resume_run if resume else start_run)(plan).train(callbacks)

@@ -1,0 +1,195 @@
+"""From settings to objects: data, clients, model, structure and method.
+
+``resolve_config`` spells out all that follows from the settings and the data.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.data import Dataset, Examples, Normalization, load_dataset
+from fedquilt.data.population import Population, make_clients
+from fedquilt.errors import ConfigError, StructureError, describe_unknown
+from fedquilt.federation.aggregation import SERVER_OPTIMIZERS, TAKE_MEAN, ServerOptimizer
+from fedquilt.federation.budgets import BudgetDistribution
+from fedquilt.methods import METHODS
+from fedquilt.methods.method import Method
+from fedquilt.models import find_factory, make_model
+from fedquilt.settings.load import load_config, override_settings
+from fedquilt.settings.schema import DEFAULT_CLIENTS, Config, DataSection, ModelSection
+from fedquilt.settings.toml import dump_toml, parse_dump
+from fedquilt.structure.create import trace_structure
+from fedquilt.structure.measure import SHORT_LENGTHS, is_recurrent
+from fedquilt.structure.structure import Structure
+from fedquilt.training.settings import LocalTraining
+
+
+def build_method(config: Config) -> Method:
+    """Makes the method that the settings name.
+
+    Settings of local training that are left out are the method's own.
+    """
+    factory = METHODS[config.method.name]
+    default: LocalTraining = factory().local_training  # type: ignore[attr-defined]
+    values = asdict(default) | config.local_training.model_dump(exclude_none=True)
+    values["max_grad_norm"] = values["max_grad_norm"] or None  # TOML has no null: 0 stands for it
+    options = config.method.model_dump(exclude={"name"})
+    optimizer = build_server_optimizer(config)
+    if "server_optimizer" in inspect.signature(factory).parameters:
+        options["server_optimizer"] = optimizer
+    elif optimizer != TAKE_MEAN:
+        raise ConfigError(
+            f"method {config.method.name} has no mean for a server optimizer, got {optimizer}; "
+            "leave out server_optimizer"
+        )
+    return factory(local_training=LocalTraining(**values), **options)
+
+
+def build_server_optimizer(config: Config) -> ServerOptimizer:
+    """Makes the server optimizer that the settings name."""
+    section = config.server_optimizer
+    return SERVER_OPTIMIZERS[section.name](**section.model_dump(exclude={"name"}))
+
+
+def load_source(config: Config) -> Dataset:
+    """Loads the data that the settings name."""
+    data = config.data
+    source = _normalize(load_dataset(data.source), data.normalize)
+    if data.fraction < 1:
+        source = source.take_first(data.fraction)
+    return source if data.augment is None else source.with_augmentation(data.augment)
+
+
+def _normalize(source: Dataset, wanted: bool | None) -> Dataset:
+    """Normalizes images or not, by the moments of all training images and not of a fraction."""
+    if wanted is None or wanted == (source.normalization is not None):
+        return source
+    if not wanted:
+        return source.with_normalization(None)
+    inputs = source.train.inputs if isinstance(source.train, Examples) else source.example
+    if inputs.dtype != torch.uint8:
+        raise ConfigError(
+            f"setting 'data.normalize' is for uint8 images, '{source.name}' holds {inputs.dtype}; "
+            "leave it out, and normalize the file itself"
+        )
+    return source.with_normalization(Normalization.from_images(inputs))
+
+
+def build_population(config: Config, source: Dataset) -> Population:
+    """Divides the data among the clients that the settings describe."""
+    data = config.data
+    return make_clients(
+        source.train,
+        test=source.test,
+        partition=data.partition,
+        count=_count_clients(data),
+        budgets=resolve_budgets(config, source),
+        seed=config.seed,
+        validation=data.validation,
+        test_fraction=data.test_fraction,
+        holdout_clients=data.holdout_clients,
+        min_examples=data.min_examples,
+        groups=(source.groups_train, source.groups_test),
+        group_names=source.group_names,
+    )
+
+
+def resolve_budgets(config: Config, source: Dataset) -> BudgetDistribution:
+    """Finds what clients can afford: as the settings say, or as usual for the method and model."""
+    if config.data.budgets is not None:
+        return config.data.budgets
+    full = fit_model_to_data(config, source.shape, source.num_classes, source.num_tokens)
+    return build_method(full).default_budgets(build_model(full))
+
+
+def _count_clients(data: DataSection) -> int | None:
+    """The number of clients; None: one for each natural client."""
+    return DEFAULT_CLIENTS if data.clients is None and data.partition != "natural" else data.clients
+
+
+def make_example(source: Dataset) -> Tensor:
+    """Makes a batch of one input like the data's."""
+    return source.example
+
+
+def build_model(config: Config) -> nn.Module:
+    """Makes the model that the settings name, initialized by the seed."""
+    options = config.model.model_extra or {}
+    accepted = _list_parameters(find_factory(config.model.name))
+    if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        _refuse_unknown_options(config.model.name, options, accepted)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return make_model(config.model.name, options)
+
+
+def _refuse_unknown_options(
+    model: str, given: Mapping[str, object], accepted: Mapping[str, inspect.Parameter]
+) -> None:
+    known = [f"model.{name}" for name in (*accepted, *ModelSection.model_fields)]
+    for name in given:
+        if name not in accepted:
+            raise ConfigError(describe_unknown(f"setting of {model}", f"model.{name}", known))
+
+
+def _list_parameters(factory: Callable[..., nn.Module]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(factory).parameters
+
+
+def build_structure(config: Config, model: nn.Module, example: Tensor) -> Structure:
+    """Traces what can be cut in the model.
+
+    A recurrent model is traced on a short text if it accepts one: it does the same at every
+    position, and to trace all of them takes long.
+    """
+    section = config.model
+    trace = partial(
+        trace_structure,
+        exclude=section.exclude,
+        blocks=section.blocks,
+        keep_numbers=section.keep_numbers,
+    )
+    if is_recurrent(model) and example.ndim == 2 and example.shape[1] > SHORT_LENGTHS[-1]:
+        with suppress(RuntimeError, StructureError):  # a net of one length
+            return trace(model, example[:, : SHORT_LENGTHS[-1]])
+    return trace(model, example)
+
+
+def fit_model_to_data(
+    config: Config, shape: Sequence[int], num_classes: int, num_tokens: int | None = None
+) -> Config:
+    """Sets the model's options that follow from the data and are left out, such as num_classes."""
+    facts = {"num_classes": num_classes}
+    if len(shape) == 3:
+        facts |= {"in_channels": shape[0], "image_size": shape[-1]}
+    if num_tokens is not None:
+        facts |= {"vocabulary": num_tokens, "length": shape[0]}
+    asked = _list_parameters(find_factory(config.model.name))
+    given = config.model.model_extra or {}
+    changes = {f"model.{k}": v for k, v in facts.items() if k in asked and k not in given}
+    return load_config(override_settings(config.model_dump(), changes))
+
+
+def resolve_config(config: Config, source: Dataset) -> Config:
+    """Spells out all that follows from the settings and the data.
+
+    The result means the same where the data is not at hand, and when a default changes.
+    """
+    local_training = asdict(build_method(config).local_training)  # type: ignore[attr-defined]
+    local_training["max_grad_norm"] = local_training["max_grad_norm"] or 0.0
+    settings = {**config.model_dump(), "local_training": local_training}
+    settings["data"] |= {
+        "clients": _count_clients(config.data),
+        "budgets": resolve_budgets(config, source),
+    }
+    full = fit_model_to_data(
+        load_config(settings), source.shape, source.num_classes, source.num_tokens
+    )
+    return load_config(parse_dump(dump_toml(full)))  # as it will be read again, to the last bit

@@ -1,0 +1,272 @@
+"""The schema of all settings: TOML files, command-line options and the JSON schema come from it.
+
+A setting has a dotted name such as ``data.clients``. The settings of methods, of local training
+and of the server optimizer are derived from their classes, so that what a user leaves out is the
+default of Python.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic.fields import FieldInfo
+
+from fedquilt.federation.aggregation import SERVER_OPTIMIZERS
+from fedquilt.methods import METHODS
+from fedquilt.ranges import NotNegative
+from fedquilt.settings.derive import derive_section, list_arguments
+from fedquilt.training.settings import LocalTraining
+
+DEFAULT_CLIENTS = 10
+DEFAULT_METHOD = "heterofl"
+DEFAULT_SERVER_OPTIMIZER = "sgd"
+JSON_SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+class Section(BaseModel):
+    """A group of settings; a key that it does not have is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DataSection(Section):
+    """Where examples come from, and how they are divided among clients."""
+
+    source: str = "digits"
+    """The dataset: a known name, an .npz file, or a folder."""
+    partition: str = "iid"
+    """How examples are divided: iid, classes:2, dirichlet:0.5, domain or natural."""
+    clients: int | None = Field(None, ge=1)
+    """Number of clients. Left out: 10, or all clients of a natural partition."""
+    augment: str | None = None
+    """Augmentation of training images: none, flip or crop-flip. Left out: as usual for the set."""
+    normalize: bool | None = None
+    """Whether images are normalized per channel. Left out: as usual for the set."""
+    fraction: float = Field(1.0, gt=0, le=1)
+    """Fraction of the training examples that is used: the first ones of each domain."""
+    validation: float = Field(0.0, ge=0, lt=1)
+    """Fraction of each client's examples, its last ones, that is held out for validation."""
+    test_fraction: float = Field(0.0, ge=0, lt=1)
+    """Fraction of examples, drawn, held out for testing at each client without test data."""
+    holdout_clients: float = Field(0.0, ge=0, lt=1)
+    """Fraction of the clients that never train; the server tests on their data."""
+    min_examples: int = Field(1, ge=1)
+    """Training examples that a natural client needs to take part."""
+    budgets: str | tuple[float | dict[str, float], ...] | None = None
+    """Widths such as 1,0.5,0.25, levels a1-e9, divisors 8-4-2-1, log-normal ln0.5_0.4,
+    high-capacity or low-capacity. Left out: the usual sizes of the method."""
+
+
+class ModelSection(BaseModel):
+    """The model: a known name or file.py:function. Further keys are the model's own options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    name: str = "heterofl-cnn"
+    """A known model, or file.py:function."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of module names that keep their full width."""
+    blocks: tuple[str, ...] | None = None
+    """Names of the blocks that may be skipped. Left out: residual blocks that are found."""
+    keep_numbers: tuple[str, ...] = ()
+    """Attributes of modules, such as encoder.max_len, that equal a width by chance: never cut."""
+    weights: str | None = None
+    """A file with initial weights: .safetensors, or a state dict of PyTorch."""
+    weights_strict: bool = True
+    """Whether all weights must fit, except for the number of classes."""
+
+
+class Choice(Section):
+    """A section whose ``name`` says what it is about, and so which further settings it has."""
+
+    name: str
+
+
+class MethodSection(Choice):
+    """The method and its own settings."""
+
+    fraction: float | None = None
+    """Fraction of the clients that take part in a round. Left out: a tenth, but ten at least."""
+
+
+class ServerOptimizerSection(Choice):
+    """What the server makes of the mean of the updates."""
+
+
+class RunSection(Section):
+    """How a run is carried out. Nothing here changes a result, unless a client fails."""
+
+    workers: int | None = Field(None, ge=0)
+    """Worker processes; 0: this process. Left out: one per core."""
+    heartbeat: float = Field(60.0, gt=0)
+    """Seconds without a sign of life after which a worker is replaced."""
+    deadline: float | None = Field(None, gt=0)
+    """Seconds that a client's work may take in a worker. Left out: no limit."""
+    evaluate_every: int = Field(10, ge=0)
+    """Rounds between evaluations; 0: only at the end."""
+    checkpoint_every: int = Field(10, ge=0)
+    """Rounds between checkpoints; 0: only at the end."""
+    test_locally: bool = False
+    """Whether clients test their own models in every round, before these are merged."""
+
+
+class FlowerSection(Section):
+    """How a run on Flower is carried out. The local engine uses only the quorum."""
+
+    name: str | None = None
+    """Under which clients keep their state. Left out: a new name for each run."""
+    out: str | None = None
+    """The run's directory, on the machine of the server app."""
+    resume: bool = False
+    """Whether the run in ``out`` is resumed."""
+    nodes: int | None = Field(None, ge=1)
+    """Nodes to wait for. Left out: as many as clients."""
+    keys: bool = True
+    """Whether a client is bound to its node's key; false where keys do not last."""
+    wait: float = Field(300.0, gt=0)
+    """Seconds to wait for nodes."""
+    deadline: float | None = Field(None, gt=0)
+    """Seconds that one client's work may take. Left out: no limit."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds that a round may take."""
+    cpus: int = Field(1, ge=1)
+    """CPUs of each simulated client."""
+    gpus: float = Field(0.0, ge=0)
+    """GPUs that Flower's simulation reserves for each client; training runs on the CPU."""
+    quorum: int | None = Field(None, ge=1)
+    """Replies without which a round fails, also in local runs. Left out: half of those needed."""
+    attempts: int = Field(3, ge=1)
+    """Attempts at a round that failed."""
+    oversample: float = Field(0.0, ge=0)
+    """Fraction of clients that are asked beyond those that are needed."""
+
+
+def _derive_choices(
+    noun: str, factories: Mapping[str, Callable[..., Any]], default: str, base: type[Choice]
+) -> dict[str, type[Choice]]:
+    """Derives a section for each factory; ``name`` in it says which one is meant."""
+    sections: dict[str, Any] = {}
+    for name, factory in factories.items():
+        arguments = list_arguments(factory)
+        arguments.pop("local_training", None)  # a section of its own
+        # a section without a name is the default's, so that one section at most fits
+        sections[name] = derive_section(
+            f"{name}-{base.__name__}",
+            arguments,
+            base,
+            doc=(factory.__doc__ or "").partition("\n")[0],
+            name=(Literal[name], Field(name if name == default else ..., description=noun)),
+        )
+    return sections
+
+
+def _derive_local_training() -> type[Section]:
+    arguments = list_arguments(LocalTraining)
+    clipping = arguments["max_grad_norm"]
+    text = clipping.description.replace("None: no clipping", "0: no clipping")  # TOML has no null
+    arguments["max_grad_norm"] = clipping._replace(annotation=NotNegative, description=text)
+    section: Any = derive_section(
+        "LocalTrainingSection",
+        arguments,
+        Section,
+        doc="Local training of clients. What is left out is the method's own default.",
+        optional=True,
+    )
+    return section  # type: ignore[no-any-return]
+
+
+METHOD_SECTIONS = _derive_choices("The method.", METHODS, DEFAULT_METHOD, MethodSection)
+SERVER_OPTIMIZER_SECTIONS = _derive_choices(
+    "What the server makes of the mean of the updates.",
+    SERVER_OPTIMIZERS,
+    DEFAULT_SERVER_OPTIMIZER,
+    ServerOptimizerSection,
+)
+CHOICES: Mapping[str, Mapping[str, type[Choice]]] = {
+    "method": METHOD_SECTIONS,
+    "server_optimizer": SERVER_OPTIMIZER_SECTIONS,
+}
+if TYPE_CHECKING:
+    AnyMethodSection = MethodSection
+    AnyServerOptimizerSection = ServerOptimizerSection
+    LocalTrainingSection = Section
+else:
+    AnyMethodSection, AnyServerOptimizerSection = (
+        Annotated[reduce(operator.or_, sections.values()), Field(discriminator="name")]
+        for sections in CHOICES.values()
+    )
+    LocalTrainingSection = _derive_local_training()
+
+
+class Config(Section):
+    """All settings of a run. The defaults train on the embedded digits in about a minute."""
+
+    seed: int = Field(0, ge=0)
+    """Seed of everything random; the same seed repeats a run to the bit."""
+    rounds: int = Field(20, ge=1)
+    """Rounds of training."""
+    data: DataSection = DataSection()
+    model: ModelSection = ModelSection()
+    method: AnyMethodSection = METHOD_SECTIONS[DEFAULT_METHOD](name=DEFAULT_METHOD)  # type: ignore[assignment]
+    local_training: LocalTrainingSection = LocalTrainingSection()
+    server_optimizer: AnyServerOptimizerSection = SERVER_OPTIMIZER_SECTIONS[  # type: ignore[assignment]
+        DEFAULT_SERVER_OPTIMIZER
+    ](name=DEFAULT_SERVER_OPTIMIZER)
+    run: RunSection = RunSection()
+    flower: FlowerSection = FlowerSection()
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _name_default_method(cls, value: Any) -> Any:
+        return _name_choice(value, DEFAULT_METHOD)
+
+    @field_validator("server_optimizer", mode="before")
+    @classmethod
+    def _name_default_server_optimizer(cls, value: Any) -> Any:
+        return _name_choice(value, DEFAULT_SERVER_OPTIMIZER)
+
+
+def _name_choice(section: Any, default: str) -> Any:
+    """A section with the name of its choice, which may be written in any case."""
+    if not isinstance(section, Mapping):
+        return section
+    name = section.get("name", default)
+    return {**section, "name": name.lower() if isinstance(name, str) else name}
+
+
+def list_sections(
+    method: str = DEFAULT_METHOD, server_optimizer: str = DEFAULT_SERVER_OPTIMIZER
+) -> dict[str, type[BaseModel]]:
+    """Lists the sections of the settings by name, with those of a method and server optimizer."""
+    sections: dict[str, type[BaseModel]] = {
+        "method": METHOD_SECTIONS[method],
+        "server_optimizer": SERVER_OPTIMIZER_SECTIONS[server_optimizer],
+    }
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            sections[name] = field.annotation
+    return sections
+
+
+def list_settings(
+    method: str = DEFAULT_METHOD, server_optimizer: str = DEFAULT_SERVER_OPTIMIZER
+) -> dict[str, FieldInfo]:
+    """Lists all settings by dotted name, with those of a method and server optimizer.
+
+    >>> list_settings()["data.clients"].description
+    'Number of clients. Left out: 10, or all clients of a natural partition.'
+    """
+    sections = list_sections(method, server_optimizer)
+    settings = {n: field for n, field in Config.model_fields.items() if n not in sections}
+    for section, fields in sections.items():
+        settings |= {f"{section}.{name}": field for name, field in fields.model_fields.items()}
+    return settings
+
+
+def make_json_schema() -> dict[str, Any]:
+    """Makes the JSON schema of a TOML file, for editors that complete and check settings."""
+    return {"$schema": JSON_SCHEMA_DIALECT, **Config.model_json_schema()}

@@ -1,0 +1,1 @@
+"""Traces a model on an example: which positions of which tensors form a channel."""

@@ -1,0 +1,1 @@
+"""Checks on the example that a structure is right, before anything is trained with it."""

@@ -1,0 +1,220 @@
+"""A copy of the model whose channels all differ, to compare outputs with."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.errors import StructureError
+from fedquilt.structure.cut import build_module
+from fedquilt.structure.dispatch import NOISE, Interceptor, get_base_name, unfused_kernels
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.tensors import Example, find_tensors, named_tensors, to_arguments
+
+MAX_DOUBLE_WEIGHTS = 2**24  # a model with more is not copied in double precision: too much memory
+MAX_REPLACED = 4  # replaced tensors that exist at the same time
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A model whose channels all differ, with inputs and the outputs for them."""
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    outputs: list[Tensor]
+    counts: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of channels per group, if the model is a subnet
+
+
+def make_probe(model: nn.Module, example: Example) -> Probe:
+    """Makes a probe, in double precision and on random inputs where the model allows it."""
+    problem: Exception | None = None
+    is_large = sum(weight.numel() for weight in model.parameters()) > MAX_DOUBLE_WEIGHTS
+    precisions = (False,) if is_large else (True, False)
+    for double, inputs in itertools.product(precisions, (_make_random_inputs, to_arguments)):
+        randomized = _randomize_channels(model, double=double)
+        given = tuple(
+            x.double() if double and isinstance(x, Tensor) and x.is_floating_point() else x
+            for x in inputs(example)
+        )
+        try:
+            expected = run_model(randomized, given)
+        except Exception as failure:
+            problem = failure
+            continue
+        if all(bool(out.isfinite().any()) for out in expected):
+            return Probe(randomized, given, expected)
+    raise StructureError(
+        "the model does not run on its example to a finite output of tensors, so that nothing can "
+        f"be checked; give an example on which it does ({problem or 'the output is not finite'})"
+    ) from problem
+
+
+def _randomize_channels(model: nn.Module, *, double: bool) -> nn.Module:
+    """A copy in which no two channels are alike."""
+    randomized = copy.deepcopy(model).eval()
+    if double:
+        randomized = randomized.double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in named_tensors(randomized).values():
+            if tensor.is_floating_point():
+                _add_noise(tensor, generator)
+    return randomized
+
+
+def _add_noise(tensor: Tensor, generator: torch.Generator) -> None:
+    """Adds noise in proportion to each value, and a little more so that equal values differ."""
+    is_weight, is_flat = isinstance(tensor, nn.Parameter), _is_flat(tensor)
+    scale = tensor.abs().nan_to_num(0, 0, 0)  # -inf in a mask stays
+    offset = 0.1 if is_flat else 0.1 * scale.mean()
+    if not is_weight and not is_flat:
+        offset = 0.0  # zeros in a buffer may be a mask
+    noise = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype)
+    if is_weight and tensor.ndim > 1 and not is_flat:
+        noise.sub_(0.5)  # deep nets of positive weights overflow
+    tensor.add_(noise.mul_(scale.add_(offset)))
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    """Whether all values are equal; the first two are compared first, which is quick."""
+    first = tensor.flatten()[:2]
+    return bool((first == first[:1]).all()) and bool((tensor == first[:1]).all()) and len(first) > 0
+
+
+def _make_random_inputs(example: Example) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(
+        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
+        if isinstance(x, Tensor) and x.is_floating_point()
+        else x
+        for x in to_arguments(example)
+    )
+
+
+Replace = Callable[[str, Tensor], Tensor]  # other values for a tensor of the model, by name
+
+
+def run_model(
+    model: nn.Module, inputs: tuple[Any, ...], replace: Replace | None = None
+) -> list[Tensor]:
+    """All output tensors of a model, with constants for its random draws.
+
+    ``replace`` gives other values for its parameters and buffers.
+    """
+    with torch.no_grad(), unfused_kernels(), _ConstantNoise(), torch.random.fork_rng(devices=[]):
+        if replace is None:
+            outputs = find_tensors(model(*inputs))
+        else:
+            with _TensorReplacer(model, replace):
+                outputs = find_tensors(model(*inputs))
+    if not outputs:
+        raise StructureError("its output holds no tensors; give them as a tuple, list or dict")
+    return outputs
+
+
+class _TensorReplacer(Interceptor):
+    """Replaces a model's tensors by others, each when an operation takes it.
+
+    Only a few exist at a time: a second model would take as much memory as the first.
+    """
+
+    def __init__(self, model: nn.Module, replace: Replace) -> None:
+        super().__init__()
+        self._names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+        self._replace, self._recent = replace, dict[str, Tensor]()
+        self._written: dict[str, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_written = func._schema.is_mutable
+        args = tuple(self._substitute(value, is_written=is_written) for value in args)
+        named = {k: self._substitute(v, is_written=is_written) for k, v in (kwargs or {}).items()}
+        return func(*args, **named)
+
+    def _substitute(self, value: Any, *, is_written: bool) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._substitute(item, is_written=is_written) for item in value)
+        name = self._names.get(id(value))
+        return value if name is None else self._get_replaced(name, value, is_written=is_written)
+
+    def _get_replaced(self, name: str, tensor: Tensor, *, is_written: bool) -> Tensor:
+        if name in self._written:
+            return self._written[name]
+        if name not in self._recent:
+            if len(self._recent) == MAX_REPLACED:
+                del self._recent[next(iter(self._recent))]
+            self._recent[name] = self._replace(name, tensor.detach())
+        if is_written:
+            self._written[name] = self._recent[name].clone()
+            return self._written[name]
+        return self._recent[name]
+
+
+class _ConstantNoise(Interceptor):
+    """Makes random draws constant, so that they do not depend on the order of channels."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if get_base_name(func) in NOISE and result.is_floating_point():
+            result.fill_(0.5)
+        return result
+
+
+def is_close(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    """Whether two lists of outputs are equal up to rounding."""
+    return len(left) == len(right) and all(map(_is_close_tensor, left, right))
+
+
+def _is_close_tensor(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or not torch.equal(left.isfinite(), right.isfinite()):
+        return False
+    left, right = left[right.isfinite()], right[right.isfinite()]
+    tolerance = 1e-5 if right.dtype in (torch.float64, torch.complex128) else 1e-3
+    distance = (left - right).abs() if right.is_floating_point() else (left != right).double()
+    return bool((distance <= tolerance * right.abs().amax() + 1e-12).all()) if len(right) else True
+
+
+def make_half_probe(structure: Structure, probe: Probe) -> Probe:
+    """The probe of a subnet with half of the channels."""
+    counts = dict(count_halves(structure))
+    small = build_module(
+        probe.model, structure, Subnet.from_channels({g: range(n) for g, n in counts.items()})
+    )
+    return Probe(small, probe.inputs, run_model(small, probe.inputs), counts)
+
+
+def count_halves(structure: Structure) -> list[tuple[str, int]]:
+    """Half of the channels of every group, as ``halve`` counts them."""
+    return [(name, halve(structure.groups[name].size)) for name in structure.cut_groups()]
+
+
+def halve(size: int) -> int:
+    """Half of the channels, rounded up, but at least two where there are two."""
+    return max(math.ceil(size / 2), min(2, size))  # one channel alone could belong to any axis
+
+
+def drop_one(size: int) -> int:
+    """All channels but one, but at least two where there are two."""
+    return max(size - 1, min(2, size))
+
+
+def copy_sharing_weights(model: nn.Module) -> nn.Module:
+    """A copy that shares the weights' memory but not the buffers, which training changes."""
+    shared: dict[int, Any] = {
+        id(weight): nn.Parameter(weight.detach(), weight.requires_grad)
+        for weight in model.parameters()
+    }
+    return copy.deepcopy(model, shared)

@@ -1,0 +1,103 @@
+"""The loop over epochs and batches in which recipes train, and the one in which they evaluate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from fedquilt.data import ClientData
+from fedquilt.training.settings import LoopSettings
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+Step = Callable[[Batch, torch.Generator], Tensor]  # trains on a batch; returns its mean loss
+
+
+def run_epochs(
+    examples: ClientData,
+    step: Step,
+    settings: LoopSettings,
+    seed: int,
+    report_progress: Callable[[float], None],
+    *,
+    rows: Tensor | None = None,
+    before_epoch: Callable[[], None] | None = None,
+    before_batch: Callable[[torch.Generator], None] | None = None,
+) -> float:
+    """Runs a training step on shuffled batches of a client's examples, epoch after epoch.
+
+    PyTorch's default generator, from which dropout and the like draw, and the generator of batches
+    both start from the seed. So the same seed gives the same batches and the same draws.
+
+    Args:
+        examples: The client's data.
+        step: Trains on one batch, and returns the mean loss of its examples. Its second argument
+            is the generator of batches, for what else is drawn with them, such as attacks.
+        settings: The number of epochs, and the size of batches.
+        seed: Of all randomness.
+        report_progress: Is called after each batch with the part that is done, from 0 to 1.
+        rows: The examples to train on; None: all of them.
+        before_epoch: Is called before each epoch is shuffled.
+        before_batch: Is called before each batch is drawn. Training that alternates between two
+            streams of data draws its other batch here.
+
+    Returns:
+        The mean loss of the examples of the last epoch.
+    """
+    torch.default_generator.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    count = len(examples) if rows is None else len(rows)
+    mean = torch.zeros(())
+    for epoch in range(settings.epochs):
+        if before_epoch is not None:
+            before_epoch()
+        total, done = torch.zeros(()), 0
+        for drawn in iterate_batches(count, settings.batch_size, generator):
+            if before_batch is not None:
+                before_batch(generator)
+            batch = examples.batch(drawn if rows is None else rows[drawn], generator)
+            total += step(batch, generator) * len(drawn)
+            done += len(drawn)
+            report_progress((epoch + done / count) / settings.epochs)
+        mean = total / done
+    return float(mean)
+
+
+def iterate_batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Rows of each batch of one epoch, shuffled.
+
+    A last batch of one example is left out when there are others: batch normalization cannot
+    train on it, and another epoch's shuffle brings the example back.
+
+    >>> [len(rows) for rows in iterate_batches(7, 3, torch.Generator())]
+    [3, 3]
+    """
+    for rows in torch.randperm(count, generator=generator).split(size):
+        if len(rows) > 1 or count == 1 or size == 1:
+            yield rows
+
+
+def run_batches(
+    examples: ClientData, batches: Iterable[Tensor], step: Callable[[Batch], object]
+) -> None:
+    """Runs a step on batches of examples as they are: no gradients, no augmentation.
+
+    Args:
+        examples: The data.
+        batches: The rows of each batch.
+        step: Is called with each batch.
+    """
+    with torch.no_grad():
+        for rows in batches:
+            step(examples.batch(rows))
+
+
+def split_evenly(rows: Tensor, size: int) -> tuple[Tensor, ...]:
+    """Rows in as few batches of at most ``size`` as possible, nearly equal in length.
+
+    >>> [len(part) for part in split_evenly(torch.arange(10), 4)]
+    [4, 3, 3]
+    """
+    return rows.tensor_split(max(1, math.ceil(len(rows) / size)))

@@ -1,0 +1,54 @@
+import os
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedquilt.engines import flat_tensors
+
+KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8]
+SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(KINDS), SHAPES), max_size=5), st.integers(0, 99))
+def test_tensors_of_any_kind_come_back_after_the_file_is_gone(tmp_path_factory, kinds, seed):
+    path = tmp_path_factory.mktemp("flat") / "tensors"
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"{i}": torch.randint(0, 2, shape, generator=generator).to(kind)
+        for i, (kind, shape) in enumerate(kinds)
+    }
+    slots = flat_tensors.write_flat(path, tensors)
+    found = flat_tensors.read_flat(path, slots)
+    path.unlink()
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_what_is_not_contiguous_is_written_in_its_order(tmp_path):
+    tensor = torch.arange(12.0).view(3, 4).t()
+    slots = flat_tensors.write_flat(tmp_path / "t", {"t": tensor})
+    assert torch.equal(flat_tensors.read_flat(tmp_path / "t", slots)["t"], tensor)
+
+
+def test_a_system_that_takes_little_at_a_time_still_writes_all(tmp_path, monkeypatch):
+    taken = []
+
+    def little(file: int, parts: list[memoryview]) -> int:
+        taken.append(len(parts))
+        return os.write(file, bytes(parts[0])[:7])
+
+    monkeypatch.setattr(os, "writev", little)
+    tensors = {f"t{i}": torch.arange(i, dtype=torch.float32) for i in range(40)}
+    found = flat_tensors.read_flat(tmp_path / "f", flat_tensors.write_flat(tmp_path / "f", tensors))
+    assert all(torch.equal(found[n], t) for n, t in tensors.items())
+    assert max(taken) <= flat_tensors.MAX_PARTS
+
+
+def test_more_tensors_than_one_call_may_take(tmp_path):
+    tensors = {str(i): torch.tensor([float(i)]) for i in range(1500)}
+    found = flat_tensors.read_flat(tmp_path / "f", flat_tensors.write_flat(tmp_path / "f", tensors))
+    assert [float(t) for t in found.values()] == list(range(1500))
