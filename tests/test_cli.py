@@ -275,9 +275,13 @@ def test_other_signals_save_and_say_how_to_resume(tmp_path, monkeypatch, number)
                 os.kill(os.getpid(), number)
 
     asked = [*TINY, "--rounds", "10000", "--checkpoint-every", "0", "--workers", "0"]
-    with monkeypatch.context() as patched:
-        patched.setattr("fedquilt.cli.train.ProgressBar", Stop)
-        result = fedquilt("train", *asked, "--out", tmp_path / "a")
+    before = signal.signal(number, signal.SIG_DFL)  # also where tests run behind nohup
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("fedquilt.cli.train.ProgressBar", Stop)
+            result = fedquilt("train", *asked, "--out", tmp_path / "a")
+    finally:
+        signal.signal(number, before)
     assert assert_says_how_to_go_on(result.code, result.err) == 2
 
 
