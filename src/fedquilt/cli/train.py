@@ -25,7 +25,6 @@ from fedquilt.federation.budgets import assign_budgets
 from fedquilt.federation.state import Phase
 from fedquilt.formatting import format_count
 from fedquilt.methods.method import shares_weights
-from fedquilt.models import is_code
 from fedquilt.report.progress import ProgressBar
 from fedquilt.runs.checkpoint import count_saved_rounds
 from fedquilt.runs.directory import RunDirectory
@@ -43,6 +42,7 @@ from fedquilt.settings.load import flatten_settings, load_config, override_setti
 from fedquilt.settings.resolve import build_method, load_source, resolve_config
 from fedquilt.settings.schema import Config
 from fedquilt.settings.toml import format_value, read_toml
+from fedquilt.user_code import is_function_path
 
 EXAMPLE = "fedquilt train --data mnist --clients 100 --fraction 0.1 --budgets a1-e9"
 
@@ -276,7 +276,7 @@ def _handle_stop(
 
 def _list_trust_options(model: str) -> list[str]:
     """What a command about the run needs if its model is code."""
-    return ["--trust"] if is_code(model) else []
+    return ["--trust"] if is_function_path(model) else []
 
 
 def _finish(run: Run, *, as_json: bool) -> None:

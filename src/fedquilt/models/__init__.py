@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,6 +19,7 @@ from fedquilt.models.mlp import MLP
 from fedquilt.models.nefl import BasicBlock, ResNet, ViT, WideBottleneck
 from fedquilt.models.splitmix import AlexNetBN, DigitsCNN
 from fedquilt.models.transformer import MaskedTransformer
+from fedquilt.user_code import is_function_path, load_function
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": MLP,
@@ -50,14 +48,9 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 MADE = "fedquilt_made"  # where a model says how it was made
 
 
-def is_code(name: str) -> bool:
-    """Whether a model is a function in a Python file, which runs when the model is made."""
-    return ":" in name
-
-
 def find_factory(name: str) -> Callable[..., nn.Module]:
     """What makes a model: by name, or ``file.py:function``."""
-    factory = _from_file(name) if is_code(name) else MODELS.get(name)
+    factory = load_function(name, "model") if is_function_path(name) else MODELS.get(name)
     if factory is None:
         raise ConfigError(describe_unknown("model", name, MODELS) + ", or give file.py:function")
     return factory
@@ -85,7 +78,7 @@ def make_model(name: str, options: Mapping[str, Any] | None = None) -> nn.Module
         raise ConfigError(f"model '{name}': {problem}") from problem
     if not isinstance(model, nn.Module):
         raise ConfigError(f"'{name}' must return an nn.Module, got {type(model).__name__}")
-    if not is_code(name):
+    if not is_function_path(name):
         with suppress(TypeError):  # options that only Python has
             setattr(model, MADE, json.dumps({"name": name, "options": dict(options)}))
     return model
@@ -106,19 +99,3 @@ def get_factory_call(model: nn.Module) -> dict[str, Any] | None:
     """The name and options that ``make`` was called with; None for any other model."""
     made: Any = getattr(model, MADE, None)
     return None if made is None else json.loads(made)
-
-
-def _from_file(name: str) -> Callable[..., nn.Module]:
-    path, _, attribute = name.rpartition(":")
-    if not Path(path).is_file():
-        raise ConfigError(f"model file '{path}' does not exist; give file.py:function")
-    spec = importlib.util.spec_from_file_location(f"fedquilt_user_{Path(path).stem}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"model file '{path}' is not a Python file; give file.py:function")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    if not hasattr(module, attribute):
-        raise ConfigError(f"'{path}' has no '{attribute}'; give file.py:function")
-    found: Callable[..., nn.Module] = getattr(module, attribute)
-    return found

@@ -14,7 +14,7 @@ from fedquilt.errors import CheckpointError, ConfigError, CorruptFileError, Data
 from fedquilt.federation.client import SERVER
 from fedquilt.federation.state import Setup
 from fedquilt.methods import METHOD_CLASSES
-from fedquilt.models import is_code, make_model
+from fedquilt.models import make_model
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.engines import EngineFactory, make_local_engine
 from fedquilt.runs.open import open_run
@@ -34,6 +34,7 @@ from fedquilt.settings.resolve import (
 from fedquilt.settings.schema import Config
 from fedquilt.settings.toml import dump_toml, read_toml
 from fedquilt.training.serialization import from_plain
+from fedquilt.user_code import is_function_path
 
 
 def plan_run(config: Config, source: Dataset, out: str | Path) -> RunPlan:
@@ -149,7 +150,7 @@ def _open_python_run(folder: str | Path, info: RunInfo, model: str | None) -> Ru
             f"{folder} was trained from Python, with a {unknown} that only Python knows; open it "
             f"there with fedquilt.open_run{remedy}"
         )
-    if model is None and is_code(call.name):
+    if model is None and is_function_path(call.name):
         raise CheckpointError(f"{folder} names code as its model, and runs of Python name none")
     method = from_plain(info.method_settings, METHOD_CLASSES)
     return open_run(folder, make_model(call.name, call.options), method)
@@ -175,7 +176,7 @@ def load_clients(run: Run, data: str | None = None) -> Population | None:
 def require_trust(config: Config, folder: str | Path, *, trust: bool) -> None:
     """Refuses settings of a directory that would run a file which the directory names."""
     name = config.model.name
-    if is_code(name) and not trust:
+    if is_function_path(name) and not trust:
         raise ConfigError(
             f"{folder} names code as its model, '{name}', and a directory may come from anybody; "
             "if you trust that file give trust=True, or name it yourself: model='FILE.py:FUNCTION'"

@@ -1,0 +1,78 @@
+"""Functions of users, found by their path: ``file.py:function`` or ``package.module:function``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fedquilt.errors import ConfigError
+
+
+def is_function_path(name: str) -> bool:
+    """Whether a name is the path of a function, which runs when it is used.
+
+    >>> is_function_path("net.py:make"), is_function_path("mlp")
+    (True, False)
+    """
+    return ":" in name
+
+
+def load_function(path: str, noun: str) -> Callable[..., Any]:
+    """Imports a function.
+
+    Args:
+        path: ``file.py:function``, from the current folder, or ``package.module:function``.
+        noun: What the function is for, such as ``model``. Errors name it.
+
+    >>> load_function("math:sqrt", "schedule")(9)
+    3.0
+    """
+    where, _, attribute = path.rpartition(":")
+    is_file = where.endswith(".py") or "/" in where or Path(where).is_file()
+    module = _load_file(where, noun) if is_file else _import_module(where, noun)
+    function: Any = getattr(module, attribute, None)
+    if not callable(function):
+        raise ConfigError(f"'{where}' has no function '{attribute}'; give {noun} file.py:function")
+    return function  # type: ignore[no-any-return]
+
+
+def _load_file(path: str, noun: str) -> ModuleType:
+    if not Path(path).is_file():
+        raise ConfigError(f"{noun} file '{path}' does not exist; give file.py:function")
+    spec = importlib.util.spec_from_file_location(f"fedquilt_user_{Path(path).stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{noun} file '{path}' is not a Python file; give file.py:function")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str, noun: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as problem:
+        raise ConfigError(
+            f"{noun} module '{name}' cannot be imported ({problem}); give file.py:function, or the "
+            "name of a module that is installed"
+        ) from problem
+
+
+def find_function_path(function: Callable[..., Any]) -> str | None:
+    """The path by which a function can be imported elsewhere; None if there is none.
+
+    >>> import math
+    >>> find_function_path(math.sqrt), find_function_path(lambda x: x)
+    ('math:sqrt', None)
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    is_named = isinstance(module, str) and isinstance(name, str) and "." not in name
+    if not is_named or module in ("__main__", "__mp_main__"):
+        return None
+    is_same = getattr(sys.modules.get(str(module)), str(name), None) is function
+    return f"{module}:{name}" if is_same else None
