@@ -59,6 +59,10 @@ class UpdateError(FedquiltError):
     """
 
 
+class ProtocolError(FedquiltError):
+    """A message of secure aggregation that is out of turn, changed, or not what it should be."""
+
+
 class TrainingError(FedquiltError):
     """A round in which nothing could be learned."""
 
