@@ -22,8 +22,8 @@ from fedquilt.models import make_model
 from fedquilt.structure.layout import use_channels_last
 from fedquilt.training.objectives import CrossEntropy
 from fedquilt.training.settings import LocalTraining
-from fedquilt.training.sgd import make_trainer
 from fedquilt.training.tracking import without_running_stats
+from fedquilt.training.trainer import make_trainer
 
 Step = Callable[[Tensor, Tensor], object]
 NUM_BASES = 8

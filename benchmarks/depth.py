@@ -25,7 +25,7 @@ from fedquilt.structure.derive import add_block_steps
 from fedquilt.structure.layout import use_channels_last
 from fedquilt.structure.trace.readings import trace_once
 from fedquilt.training.objectives import CrossEntropy
-from fedquilt.training.sgd import make_trainer
+from fedquilt.training.trainer import make_trainer
 
 
 def main() -> None:

@@ -97,7 +97,10 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.training.attack import PGD
 from fedquilt.training.context import ClientContext
 from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.optimizer_settings import SGDSettings
+from fedquilt.training.optimizers import make_optimizer
 from fedquilt.training.settings import LocalTraining
+from fedquilt.training.torch_optimizers import TorchOptimizer
 from fedquilt.version import __version__
 
 __all__ = [
@@ -156,6 +159,7 @@ __all__ = [
     "RoundDone",
     "RoundStarted",
     "Run",
+    "SGDSettings",
     "SHeteroFL",
     "ServerOptimizer",
     "ServerSGD",
@@ -167,6 +171,7 @@ __all__ = [
     "Structure",
     "Subnet",
     "Task",
+    "TorchOptimizer",
     "Update",
     "UpdateError",
     "UpdateTransform",
@@ -189,6 +194,7 @@ __all__ = [
     "load_pretrained",
     "make_clients",
     "make_model",
+    "make_optimizer",
     "open_run",
     "standalone",
     "trace_structure",

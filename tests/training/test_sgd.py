@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from fedquilt.errors import ConfigError
 from fedquilt.training.attack import PGD
 from fedquilt.training.objectives import Adversarial, CrossEntropy
-from fedquilt.training.settings import LocalTraining, SGDSettings
-from fedquilt.training.sgd import SGDStep, make_trainer, should_stack
+from fedquilt.training.optimizer_settings import SGDSettings
+from fedquilt.training.settings import LocalTraining
+from fedquilt.training.sgd import SGDStep
+from fedquilt.training.trainer import make_trainer, should_stack
 
 
 def test_the_learning_rate_falls_at_each_milestone():

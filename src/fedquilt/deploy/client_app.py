@@ -41,7 +41,8 @@ from fedquilt.federation.state import Setup
 from fedquilt.settings.resolve import build_method
 from fedquilt.settings.schema import Config
 from fedquilt.training.context import ClientContext
-from fedquilt.training.sgd import single_thread
+from fedquilt.training.serialization import list_functions
+from fedquilt.training.threads import single_thread
 
 MAX_SESSIONS = 4  # of a process that works for several clients in turn
 
@@ -122,7 +123,9 @@ class _MessageHandler:
 
     def _run_task(self, message: Message, context: Context, header: MessageHeader) -> RecordDict:
         session = self._get_session(context, header)
-        task = codec.decode_task(message.content, session.context.structure, self._recipes)
+        task = codec.decode_task(
+            message.content, session.context.structure, self._recipes, session.functions
+        )
         if task.client != session.client:
             raise ConfigError(f"client {session.client} got a task for client {task.client}")
         with single_thread():
@@ -158,7 +161,8 @@ class _MessageHandler:
         node_context = make_node_context(config, node, self._load_data)
         setup = self._prepare_setup(config, node_context, run_name, folder)
         context = ClientContext(setup.model, setup.structure, node_context.data)
-        return _ClientSession(node_context.client.id, context, folder)
+        functions = frozenset(one.path for one in list_functions(build_method(config)))
+        return _ClientSession(node_context.client.id, context, folder, functions)
 
     def _prepare_setup(
         self, config: Config, node: NodeContext, run_name: str, folder: Path
@@ -185,10 +189,12 @@ def _get_setups(handler: str) -> dict[tuple[object, ...], Setup]:
 
 
 class _ClientSession:
-    """A client's context in one run, and its stored states."""
+    """A client's context in one run, its stored states, and the functions that it may run."""
 
-    def __init__(self, client: int, context: ClientContext, folder: Path) -> None:
-        self.client, self.context = client, context
+    def __init__(
+        self, client: int, context: ClientContext, folder: Path, functions: frozenset[str]
+    ) -> None:
+        self.client, self.context, self.functions = client, context, functions
         self._states = ClientStateStore(folder / "state")
         self.structure_hash = hash_structure(context.structure)
 

@@ -16,8 +16,9 @@ from fedquilt.structure.budget import Budget
 from fedquilt.structure.cost import compute_cost
 from fedquilt.structure.cut import build_module
 from fedquilt.training.losses import cross_entropy
+from fedquilt.training.optimizers import make_optimizer
 from fedquilt.training.settings import LocalTraining
-from fedquilt.training.sgd import SGDStep, single_thread
+from fedquilt.training.threads import single_thread
 
 WIDTHS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 NUM_STEPS = 3  # timed steps, after one warm-up step
@@ -75,7 +76,8 @@ def measure_width(
 
 def _time_step(module: nn.Module, data: ClientData, local_training: LocalTraining) -> float:
     rows = torch.arange(min(local_training.batch_size, len(data)))
-    optimizer_step = SGDStep(module.parameters(), local_training.optimizer_at(local_training.lr))
+    settings = local_training.optimizer_at(local_training.lr, len(data))
+    optimizer_step = make_optimizer(module.parameters(), settings)
     times = []
     with single_thread(), torch.random.fork_rng(devices=[]):
         for _ in range(1 + NUM_STEPS):

@@ -37,7 +37,7 @@ from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
-from fedquilt.training.sgd import single_thread
+from fedquilt.training.threads import single_thread
 
 Data = Mapping[str, Mapping[int, ClientData]]  # split -> client -> examples
 SHARED_MEMORY = Path("/dev/shm")

@@ -44,9 +44,9 @@ from fedquilt.training.initialization import reinitialize_copy, rescale_initial
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.objectives import Adversarial, CrossEntropy, Objective
 from fedquilt.training.settings import LocalTraining
-from fedquilt.training.sgd import should_stack
 from fedquilt.training.statistics import QueryStatistics
 from fedquilt.training.tracking import without_running_stats
+from fedquilt.training.trainer import should_stack
 
 BNStatistics = Literal["batch", "post", "tracked", "local"]
 

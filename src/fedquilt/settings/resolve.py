@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import fields
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,12 @@ from fedquilt.settings.toml import dump_toml, parse_dump
 from fedquilt.structure.create import trace_structure
 from fedquilt.structure.measure import SHORT_LENGTHS, is_recurrent
 from fedquilt.structure.structure import Structure
+from fedquilt.training.function_path import FunctionPath
 from fedquilt.training.settings import LocalTraining
+from fedquilt.training.torch_optimizers import TorchOptimizer
+
+OF_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
+OF_SCHEDULE = ("schedule", "milestones", "milestone_decay", "cosine", "round_decay")
 
 
 def build_method(config: Config) -> Method:
@@ -37,9 +43,10 @@ def build_method(config: Config) -> Method:
     Settings of local training that are left out are the method's own.
     """
     factory = METHODS[config.method.name]
-    default: LocalTraining = factory().local_training  # type: ignore[attr-defined]
-    values = asdict(default) | config.local_training.model_dump(exclude_none=True)
-    values["max_grad_norm"] = values["max_grad_norm"] or None  # TOML has no null: 0 stands for it
+    local_training = build_local_training(
+        factory().local_training,  # type: ignore[attr-defined]
+        config.local_training.model_dump(exclude_none=True),
+    )
     options = config.method.model_dump(exclude={"name"})
     optimizer = build_server_optimizer(config)
     if "server_optimizer" in inspect.signature(factory).parameters:
@@ -49,7 +56,41 @@ def build_method(config: Config) -> Method:
             f"method {config.method.name} has no mean for a server optimizer, got {optimizer}; "
             "leave out server_optimizer"
         )
-    return factory(local_training=LocalTraining(**values), **options)
+    return factory(local_training=local_training, **options)
+
+
+def build_local_training(default: LocalTraining, given: Mapping[str, Any]) -> LocalTraining:
+    """Makes settings of local training from those that are given and the method's defaults.
+
+    A method's learning rate, momentum and weight decay are meant for its optimizer, so another
+    optimizer has PyTorch's instead. A schedule replaces all of the method's.
+    """
+    values = {field.name: getattr(default, field.name) for field in fields(default)}
+    replaced: tuple[str, ...] = OF_SCHEDULE if "schedule" in given else ()
+    if (
+        LocalTraining(optimizer=given.get("optimizer", default.optimizer)).optimizer
+        != default.optimizer
+    ):
+        replaced += OF_OPTIMIZER
+    values = {**{key: value for key, value in values.items() if key not in replaced}, **given}
+    values["max_grad_norm"] = values["max_grad_norm"] or None  # TOML has no null: 0 stands for it
+    return LocalTraining(**values)
+
+
+def list_local_training(local_training: LocalTraining) -> dict[str, Any]:
+    """Lists settings of local training as a TOML file has them."""
+    values = {field.name: getattr(local_training, field.name) for field in fields(local_training)}
+    values["max_grad_norm"] = values["max_grad_norm"] or 0.0
+    optimizer = values["optimizer"]
+    if isinstance(optimizer, TorchOptimizer):
+        settings = dict(optimizer.settings)
+        values["optimizer"] = {"name": optimizer.name, **settings} if settings else optimizer.name
+    elif isinstance(optimizer, FunctionPath):
+        values["optimizer"] = optimizer.path
+    for name in ("schedule", "step_schedule"):
+        parts = values[name]
+        values[name] = tuple(p.path if isinstance(p, FunctionPath) else p for p in parts)
+    return values
 
 
 def build_server_optimizer(config: Config) -> ServerOptimizer:
@@ -182,9 +223,8 @@ def resolve_config(config: Config, source: Dataset) -> Config:
 
     The result means the same where the data is not at hand, and when a default changes.
     """
-    local_training = asdict(build_method(config).local_training)  # type: ignore[attr-defined]
-    local_training["max_grad_norm"] = local_training["max_grad_norm"] or 0.0
-    settings = {**config.model_dump(), "local_training": local_training}
+    local_training = build_method(config).local_training  # type: ignore[attr-defined]
+    settings = {**config.model_dump(), "local_training": list_local_training(local_training)}
     settings["data"] |= {
         "clients": _count_clients(config.data),
         "budgets": resolve_budgets(config, source),

@@ -169,6 +169,11 @@ def _derive_local_training() -> type[Section]:
     clipping = arguments["max_grad_norm"]
     text = clipping.description.replace("None: no clipping", "0: no clipping")  # TOML has no null
     arguments["max_grad_norm"] = clipping._replace(annotation=NotNegative, description=text)
+    for name, kind in (("optimizer", str | dict[str, Any]), ("schedule", str | tuple[str, ...])):
+        arguments[name] = arguments[name]._replace(annotation=kind)
+    arguments["step_schedule"] = arguments["step_schedule"]._replace(
+        annotation=str | tuple[str, ...]
+    )
     section: Any = derive_section(
         "LocalTrainingSection",
         arguments,

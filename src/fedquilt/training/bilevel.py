@@ -26,10 +26,10 @@ from fedquilt.training.context import ClientContext
 from fedquilt.training.gating import Gates, gate_module
 from fedquilt.training.loop import Batch, iterate_batches, run_epochs, split_evenly
 from fedquilt.training.losses import cross_entropy
+from fedquilt.training.optimizers import WeightOptimizer, make_optimizer
 from fedquilt.training.relevance import compute_relevance
 from fedquilt.training.sampling import label_divergence, sample_gates
 from fedquilt.training.settings import LocalTraining
-from fedquilt.training.sgd import SGDStep
 
 Importance = Literal["slimming", "lrp"]
 SHARES = "shares"  # under this name a client keeps its architecture
@@ -133,14 +133,15 @@ class _BilevelTrainer:
         self._relevance: Mapping[str, Tensor] | None = None
         if settings.importance == "slimming":
             gates.wants_activity = frozenset(g for g in settings.groups if not self._norms[g])
-        self._optimizer = SGDStep(
-            module.parameters(), settings.local_training.optimizer_at(settings.lr)
-        )
 
     def train(self, data: ClientData, seed: int, context: ClientContext) -> tuple[float, int]:
         """Epochs of both steps in turn; the mean loss of the last, and the examples trained on."""
         validation, training = self._split_rows(
             len(data), torch.Generator().manual_seed(derive_seed(seed, 2))
+        )
+        optimizer = make_optimizer(
+            self._module.parameters(),
+            self._settings.local_training.optimizer_at(self._settings.lr, len(training)),
         )
         noise = torch.Generator().manual_seed(derive_seed(seed, 1))
         classes = self._structure.classes
@@ -161,7 +162,7 @@ class _BilevelTrainer:
             self._step_shares(data, next(validation_batches), strength, noise)
 
         def step_weights(batch: Batch, generator: torch.Generator) -> Tensor:
-            return self._step_weights(batch, noise)
+            return self._step_weights(optimizer, batch, noise)
 
         loss = run_epochs(
             data,
@@ -211,13 +212,15 @@ class _BilevelTrainer:
         self._shares -= self._settings.keep_lr * gradient
         self._shares.clamp_(self._settings.min_fraction, 1.0)
 
-    def _step_weights(self, batch: Batch, noise: torch.Generator) -> Tensor:
+    def _step_weights(
+        self, optimizer: WeightOptimizer, batch: Batch, noise: torch.Generator
+    ) -> Tensor:
         """Line 14: w descends on L_train, through a subnet that is drawn."""
         with torch.no_grad():
             self._draw_gates(self._shares, noise)
         x, y = batch
         loss = cross_entropy(self._module(x), y)
-        self._optimizer.step(loss)
+        optimizer.step(loss)
         return loss.detach()
 
     def _draw_gates(self, shares: Tensor, noise: torch.Generator) -> None:

@@ -16,8 +16,8 @@ from fedquilt.training.loop import run_epochs
 from fedquilt.training.objectives import CrossEntropy, Objective, bind_examples
 from fedquilt.training.scaler import scale_outputs
 from fedquilt.training.settings import LocalTraining
-from fedquilt.training.sgd import make_trainer
 from fedquilt.training.tokens import Seen, map_tokens_to_groups, record_tokens
+from fedquilt.training.trainer import make_trainer
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class LocalSGD:
             seen = [stack.enter_context(record_tokens(m)) for m in modules if self.own_rows]
             trainer = make_trainer(
                 modules,
-                self.local_training.optimizer_at(self.lr),
+                self.local_training.optimizer_at(self.lr, len(examples)),
                 bind_examples(self.objective, examples),
                 self.labels if self.masked else None,
                 stacked=self.stacked,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fedquilt.data import ClientData
-from fedquilt.training.settings import LoopSettings
+from fedquilt.training.settings import LoopSettings, Precision
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
 Step = Callable[[Batch, torch.Generator], Tensor]  # trains on a batch; returns its mean loss
@@ -35,7 +37,7 @@ def run_epochs(
         examples: The client's data.
         step: Trains on one batch, and returns the mean loss of its examples. Its second argument
             is the generator of batches, for what else is drawn with them, such as attacks.
-        settings: The number of epochs, and the size of batches.
+        settings: The number of epochs, the size of batches, and the precision of the step.
         seed: Of all randomness.
         report_progress: Is called after each batch with the part that is done, from 0 to 1.
         rows: The examples to train on; None: all of them.
@@ -58,11 +60,20 @@ def run_epochs(
             if before_batch is not None:
                 before_batch(generator)
             batch = examples.batch(drawn if rows is None else rows[drawn], generator)
-            total += step(batch, generator) * len(drawn)
+            with autocast(batch, settings.precision):
+                total += step(batch, generator) * len(drawn)
             done += len(drawn)
             report_progress((epoch + done / count) / settings.epochs)
         mean = total / done
     return float(mean)
+
+
+def autocast(batch: Batch, precision: Precision) -> AbstractContextManager[object]:
+    """Mixed precision, on the device of the batch: weights stay in float32."""
+    if precision == "float32":
+        return nullcontext()
+    (first, *_) = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return torch.autocast(first.device.type, torch.bfloat16)
 
 
 def iterate_batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:

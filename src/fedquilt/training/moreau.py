@@ -20,7 +20,9 @@ from fedquilt.training.context import ClientContext
 from fedquilt.training.feddyn import trainable_weights
 from fedquilt.training.loop import Batch, run_epochs
 from fedquilt.training.losses import cross_entropy
-from fedquilt.training.settings import LocalTraining, SGDSettings
+from fedquilt.training.optimizer_settings import SGDSettings
+from fedquilt.training.optimizers import make_optimizer
+from fedquilt.training.settings import LocalTraining
 from fedquilt.training.sgd import SGDStep
 
 
@@ -52,7 +54,7 @@ class Moreau:
         (subnet,) = task.subnets
         examples = context.examples("train", task.client)
         module = context.module(subnet, task.params).train()
-        near = _MoreauStep(module, self)
+        near = _MoreauStep(module, self, len(examples))
         loop = self.local_training.loop
         loss = run_epochs(examples, near.step, loop, task.seed, context.report_progress)
         own = context.tensors(module, subnet, subnet)
@@ -75,14 +77,14 @@ def personal_subnet(subnet: Subnet) -> Subnet:
 class _MoreauStep:
     """A client's two models: w, and in a module θ near it."""
 
-    def __init__(self, module: nn.Module, settings: Moreau) -> None:
+    def __init__(self, module: nn.Module, settings: Moreau, num_examples: int) -> None:
         self._module, self._settings = module, settings
         weights = trainable_weights(module)
         self._weights: list[Tensor] = list(weights.values())
         self.sent = {n: w.detach().clone().requires_grad_() for n, w in weights.items()}
         self._inner = SGDStep(self._weights, SGDSettings(settings.personal_lr))
-        outer = settings.local_training.optimizer_at(settings.lr)
-        self._outer = SGDStep(self.sent.values(), outer)
+        outer = settings.local_training.optimizer_at(settings.lr, num_examples)
+        self._outer = make_optimizer(self.sent.values(), outer)
 
     def step(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """K steps of θ, and one of w; the loss before the last step of θ."""
@@ -90,7 +92,7 @@ class _MoreauStep:
         attraction = self._settings.attraction
         for _ in range(self._settings.steps):
             loss = cross_entropy(self._module(x), y)
-            slopes = torch.autograd.grad(loss, self._weights, allow_unused=True)
+            slopes = self._inner.compute_gradients(loss)
             pairs = zip(slopes, self._distance(attraction), strict=True)
             self._inner.apply_gradients(
                 [pull if slope is None else pull.add_(slope) for slope, pull in pairs]

@@ -18,9 +18,10 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
 from fedquilt.training.loop import Batch, run_epochs
 from fedquilt.training.losses import cross_entropy
+from fedquilt.training.optimizer_settings import OptimizerSettings
+from fedquilt.training.optimizers import make_optimizer
 from fedquilt.training.ordered import distillation_loss
-from fedquilt.training.settings import LocalTraining, SGDSettings
-from fedquilt.training.sgd import SGDStep
+from fedquilt.training.settings import LocalTraining
 from fedquilt.training.slimmable import add_at, compute_gradients
 from fedquilt.training.tracking import without_running_stats
 
@@ -56,13 +57,14 @@ class Sandwich:
         model = without_running_stats(context.model)
         structure = restrict_structure(context.structure, model)
         own = copy_subnet_tensors(task.params, structure, Subnet())
-        net = _SandwichStep(model, structure, own, self.local_training.optimizer_at(self.lr))
+        examples, loop = context.examples("train", task.client), self.local_training.loop
+        settings = self.local_training.optimizer_at(self.lr, len(examples))
+        net = _SandwichStep(model, structure, own, settings)
         draws = torch.Generator().manual_seed(derive_seed(task.seed, 1))  # leaves the batches as is
 
         def step(batch: Batch, generator: torch.Generator) -> Tensor:
             return net.step(batch, self.draw_subnets(structure, draws))
 
-        examples, loop = context.examples("train", task.client), self.local_training.loop
         loss = run_epochs(examples, step, loop, task.seed, context.report_progress)
         tensors = {n: own[n].detach() for n in context.structure.tensor_names(sent)}
         metrics = {"loss": loss, "examples": len(examples)}
@@ -88,13 +90,13 @@ class _SandwichStep:
     """A net that learns at several widths of itself."""
 
     def __init__(
-        self, model: nn.Module, structure: Structure, own: Params, settings: SGDSettings
+        self, model: nn.Module, structure: Structure, own: Params, settings: OptimizerSettings
     ) -> None:
         self._net = ResizableModule(model, structure, own)
         self._net.module.train()
         self._own = own
         weights = [own[n].requires_grad_() for n in self._current_weights()]
-        self._optimizer = SGDStep(weights, settings)
+        self._optimizer = make_optimizer(weights, settings)
 
     @torch.no_grad()
     def step(self, batch: Batch, narrower: Iterator[Subnet]) -> Tensor:

@@ -17,9 +17,11 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
 from fedquilt.training.loop import Batch, run_epochs
 from fedquilt.training.losses import cross_entropy
+from fedquilt.training.optimizer_settings import OptimizerSettings
+from fedquilt.training.optimizers import make_optimizer
 from fedquilt.training.scaler import scale_outputs
 from fedquilt.training.settings import LocalTraining
-from fedquilt.training.sgd import SGDStep
+from fedquilt.training.sgd import differentiate
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def train_nested(
     """
     examples = context.examples("train", task.client)
     modules = [m.train() for m in context.modules(task.subnets, task.params)]
-    nets = _NestedStep(context.structure, task.subnets, modules, settings, lr)
+    optimizer = settings.optimizer_at(lr, len(examples))
+    nets = _NestedStep(context.structure, task.subnets, modules, optimizer)
 
     def step(batch: Batch, generator: torch.Generator) -> Tensor:
         return nets.step(losses(modules, batch))
@@ -95,8 +98,7 @@ class _NestedStep:
         structure: Structure,
         subnets: tuple[Subnet, ...],
         modules: list[nn.Module],
-        settings: LocalTraining,
-        lr: float,
+        settings: OptimizerSettings,
     ) -> None:
         self._weights = [dict(module.named_parameters()) for module in modules]
         self._shared: list[Mapping[str, tuple[Index, ...]]] = []  # where, in the widest one's
@@ -110,7 +112,7 @@ class _NestedStep:
             for name, weight in weights.items()
             if name not in shared
         ]
-        self._optimizer = SGDStep([*self._weights[0].values(), *own], settings.optimizer_at(lr))
+        self._optimizer = make_optimizer([*self._weights[0].values(), *own], settings)
         self._copy_shared()
 
     @torch.no_grad()
@@ -146,7 +148,7 @@ def compute_gradients(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, 
 
     Weights that are added to each other may get one tensor from PyTorch.
     """
-    gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    gradients = differentiate(loss, list(weights.values()))
     alone = [
         g if id(g) not in map(id, gradients[:i]) or g is None else g.clone()
         for i, g in enumerate(gradients)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,20 @@ def encode_task(task: Task, structure: Structure, header: MessageHeader) -> Reco
     return _make_records(tensors, settings, {})
 
 
-def decode_task(content: RecordDict, structure: Structure, allowed: Sequence[type] = ()) -> Task:
-    """Decodes the task of a message; ``allowed`` are further classes of recipes."""
+def decode_task(
+    content: RecordDict,
+    structure: Structure,
+    allowed: Sequence[type] = (),
+    functions: Collection[str] = (),
+) -> Task:
+    """Decodes the task of a message.
+
+    Args:
+        content: The message.
+        structure: What can be cut in the model.
+        allowed: Further classes of recipes.
+        functions: Paths of functions that the recipe may name.
+    """
     settings = content.config_records[SETTINGS]
     subnets = _unpack_subnets(_require_bytes(settings["subnets"]), structure)
     tensors = {name: _decode_array(array) for name, array in content.array_records[ARRAYS].items()}
@@ -89,7 +101,7 @@ def decode_task(content: RecordDict, structure: Structure, allowed: Sequence[typ
         if subnets
         else tensors
     )
-    recipe = from_plain(json.loads(str(settings["recipe"])), allowed)
+    recipe = from_plain(json.loads(str(settings["recipe"])), allowed, functions)
     return Task(_to_int(settings["client"]), subnets, params, recipe, _to_int(settings["seed"]))
 
 
