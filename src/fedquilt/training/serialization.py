@@ -39,7 +39,7 @@ def to_plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         own = {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
         return {KIND: _class_name(type(value)), **own}
-    if callable(value):
+    if callable(value) and not isinstance(value, type):
         path = find_function_path(value)
         if path is None:
             raise ConfigError(
