@@ -38,6 +38,7 @@ TYPED = {
     "lr": ("0.25", 0.25),
     "server_optimizer": ("fedadam", "fedadam"),
     "seed": ("4", 4),
+    "device": ("cuda:1", "cuda:1"),
     "workers": ("0", 0),
     "evaluate_every": ("2", 2),
     "checkpoint_every": ("3", 3),

@@ -11,6 +11,7 @@ import typer
 
 from fedquilt.cli.options import (
     AsJson,
+    Device,
     RunFolder,
     RunModel,
     Trust,
@@ -59,6 +60,7 @@ def evaluate(
     model: RunModel = None,
     trust: Trust = False,
     workers: Workers = None,
+    device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Measure the accuracy of a finished run at every size, and every robustness asked for."""
@@ -79,6 +81,7 @@ def evaluate(
         attack=attacker,
         batch_statistics=batch_statistics,
         workers=workers,
+        device=device,
     )
     if attacker is not None and data is None and not batch_statistics:
         _remember_evaluation(run, scores)

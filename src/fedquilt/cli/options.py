@@ -23,6 +23,7 @@ Trust = Annotated[
     typer.Option("--trust", help="Run the file.py:function that the run's directory names."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Device = Annotated[str, typer.Option(help=describe_setting("run.device"))]
 Workers = Annotated[int | None, typer.Option(help=describe_setting("run.workers"))]
 Settings = Annotated[
     list[str] | None,

@@ -26,6 +26,7 @@ TRAIN_OPTIONS = {  # parameter of the command -> setting
     "lr": "local_training.lr",
     "server_optimizer": "server_optimizer.name",
     "seed": "seed",
+    "device": "run.device",
     "workers": "run.workers",
     "evaluate_every": "run.evaluate_every",
     "checkpoint_every": "run.checkpoint_every",

@@ -111,6 +111,11 @@ class Examples:
         rows = torch.as_tensor(rows)
         return replace(self, inputs=self.inputs[rows], labels=self.labels[rows])
 
+    @property
+    def has_fixed_batches(self) -> bool:
+        """Whether a batch is always the same rows of all examples: nothing is drawn."""
+        return self.augment == "none"
+
     @cached_property
     def label_set(self) -> tuple[int, ...]:
         """The labels present, in order."""
@@ -163,6 +168,11 @@ class ConcatExamples:
     def label_set(self) -> tuple[int, ...]:
         """The labels present, in order."""
         return tuple(torch.unique(self.labels).tolist())
+
+    @property
+    def has_fixed_batches(self) -> bool:
+        """Whether a batch is always the same rows of all examples: nothing is drawn."""
+        return all(getattr(part, "has_fixed_batches", False) for part in self.parts)
 
     def batch(
         self, rows: Tensor, generator: torch.Generator | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class Windows:
     tokens: Tensor
     starts: Tensor
     length: int
+    has_fixed_batches: ClassVar[bool] = True  # nothing is drawn
 
     def __post_init__(self) -> None:
         """Checks that all windows lie in the text."""

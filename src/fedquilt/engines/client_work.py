@@ -11,8 +11,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fedquilt.devices import is_accelerator, on_device, reproducible_kernels
 from fedquilt.engines.client_state import is_finite_state
 from fedquilt.federation.client import ClientResult, Task
+from fedquilt.structure.tensors import map_tensors
 from fedquilt.training.context import ClientContext
 
 MIN_REPORT_SECONDS = 0.25  # of work between two reports of progress
@@ -25,7 +27,7 @@ def run_task(
     client_state: Mapping[str, Tensor] | None,
     on_progress: Callable[[float], None] | None = None,
 ) -> ClientResult:
-    """Does a client's work.
+    """Does a client's work on the device of its context; tensors come and go on the host.
 
     A new client state that is not finite is dropped: the client goes on from its last sound one.
 
@@ -35,11 +37,31 @@ def run_task(
         client_state: What the client has kept from earlier rounds, if anything.
         on_progress: Hears a few times a second which part of the work is done.
     """
-    with _ProgressThrottle(on_progress or (lambda done: None)) as throttle:
+    task = replace(task, params=context.to_device(task.params))
+    if client_state is not None and is_accelerator(context.device):
+        client_state = map_tensors(lambda t: t.to(context.device), client_state)
+    with (
+        _ProgressThrottle(on_progress or (lambda done: None)) as throttle,
+        on_device(context.device),
+        reproducible_kernels(context.device),
+    ):
         result = task.recipe.run(task, context.for_client(client_state, throttle))
+        if is_accelerator(context.device):
+            result = _move_to_host(result)
     if result.state is not None and not is_finite_state(result.state, context.model):
         result = replace(result, state=None)
     return result
+
+
+def _move_to_host(result: ClientResult) -> ClientResult:
+    update = replace(result.update, params=map_tensors(Tensor.cpu, result.update.params))
+    state, local_model = result.state, result.local_model
+    return replace(
+        result,
+        update=update,
+        state=None if state is None else map_tensors(Tensor.cpu, dict(state)),
+        local_model=local_model and (local_model[0], map_tensors(Tensor.cpu, local_model[1])),
+    )
 
 
 class _ProgressThrottle:

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from fedquilt.data import ClientData
+from fedquilt.devices import CPU, is_out_of_memory
 from fedquilt.engines import flat_tensors
 from fedquilt.engines.client_state import ClientStateStore, read_client_state, write_client_state
 from fedquilt.engines.client_work import describe_exception, run_task
@@ -51,9 +53,11 @@ class LocalEngine:
         model: The whole model, with its initial values.
         structure: What can be cut in the model.
         data: Examples of each client, by split.
-        workers: The number of processes; 0: the work is done in this one.
+        workers: The number of processes on each device; 0: the work is done in this one, on the
+            first device.
         folder: Where clients' states are kept; None: in a temporary folder.
         timeouts: When a worker process counts as hung or late.
+        devices: Where clients train.
 
     >>> import torch, fedquilt as fq
     >>> inputs, labels = torch.rand(12, 4), torch.arange(12) % 3
@@ -77,18 +81,26 @@ class LocalEngine:
         workers: int,
         folder: Path | None = None,
         timeouts: Timeouts | None = None,
+        devices: Sequence[torch.device] = (CPU,),
     ) -> None:
-        self._context = ClientContext(model, structure, data)
+        contexts = [ClientContext(model, structure, data, device) for device in devices]
+        self._context = contexts[0]
         self._scratch = ScratchDirectory(Path(tempfile.gettempdir()))
         self._memory = ScratchDirectory(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else self._scratch
         self._states = ClientStateStore(folder or self._scratch.folder / "clients")
         self._timeouts = timeouts or Timeouts()
         self._workers = [
-            Worker(self._context, self._timeouts, self._memory.folder / f"pulse-{number}")
-            for number in range(workers)
+            Worker(context, self._timeouts, self._memory.folder / f"pulse-{context.device}-{n}")
+            for n in range(workers)
+            for context in contexts
         ]
         self._files = 0
         self.on_progress: OnProgress = ignore_progress
+
+    @property
+    def device(self) -> torch.device:
+        """The first of the devices that clients train on; all are of one kind."""
+        return self._context.device
 
     def run(
         self, tasks: Sequence[Task], *, enough: int | None = None
@@ -126,13 +138,16 @@ class LocalEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run_here(self, task: Task) -> Update | Failure:
+    def _run_here(self, task: Task, *, is_retry: bool = False) -> Update | Failure:
+        """Does a task in this process, and once more if its device was full of older things."""
+
         def on_progress(done: float) -> None:
             try:
                 self.on_progress(task.client, done)
             except Exception as problem:
                 raise _CallbackError(problem) from problem
 
+        result = None
         with single_thread():
             try:
                 before = read_client_state(self._states.current_path(task.client))
@@ -140,9 +155,15 @@ class LocalEngine:
                 if result.state is not None:
                     write_client_state(self._states.next_path(task.client), result.state)
             except Exception as problem:
-                return Failure(task.client, describe_exception(problem))
+                if not is_out_of_memory(problem):
+                    return Failure(task.client, describe_exception(problem))
+                if is_retry:
+                    return Failure(task.client, _describe_lack_of_memory(self.device))
             except _CallbackError as error:
                 raise error.problem from None
+        if result is None:  # the exception has let go of what it held
+            self._context.release_memory()
+            return self._run_here(task, is_retry=True)
         if result.state is not None:
             self._states.advance(task.client)
         return result.update
@@ -215,6 +236,9 @@ class LocalEngine:
             problem, has_died = worker.find_problem(), worker.sentinel in ready
             if worker.pipe in ready:
                 message = worker.receive()
+                if isinstance(message, WorkReply) and message.is_out_of_memory:
+                    self._redo_with_fewer(worker, queue, message.number)
+                    continue
                 if isinstance(message, WorkReply):
                     queue.results[message.number] = message
                     continue
@@ -225,9 +249,28 @@ class LocalEngine:
                 requests, code = self._replace_worker(worker)
                 queue.retry_or_fail(requests, problem, code)
 
+    def _redo_with_fewer(self, worker: Worker, queue: _TaskQueue, number: int) -> None:
+        """Puts back a task that was too large for its device, with fewer clients at a time on it.
+
+        The worker ends, unless it is the last one of its device. A task that is too large for a
+        device alone, whose worker has freed all that it can, fails.
+        """
+        device = worker.context.device
+        if sum(other.context.device == device for other in self._workers) > 1:
+            worker.terminate()
+            self._workers = [other for other in self._workers if other is not worker]
+            queue.waiting.extendleft(request.number for request in reversed(worker.requests))
+            queue.waiting.appendleft(number)
+        elif number not in queue.alone:
+            queue.alone.add(number)
+            queue.waiting.appendleft(number)
+        else:
+            client = queue.requests[number].client
+            queue.results[number] = Failure(client, _describe_lack_of_memory(device))
+
     def _replace_worker(self, worker: Worker) -> tuple[deque[WorkRequest], int | None]:
         """Starts a worker's process anew; the requests that it had, and its exit code."""
-        code = worker.replace(self._context)
+        code = worker.replace()
         requests, worker.requests = worker.requests, deque()
         return requests, code
 
@@ -266,6 +309,7 @@ class _TaskQueue:
     waiting: deque[int]  # numbers of requests
     results: dict[int, WorkReply | Failure] = field(default_factory=dict)
     tries: Counter[int] = field(default_factory=Counter)
+    alone: set[int] = field(default_factory=set)  # done again because the device was too small
 
     def retry_or_fail(
         self, requests: Iterable[WorkRequest], problem: WorkerProblem | None, code: int | None
@@ -307,6 +351,14 @@ def _estimate_size(subnet: Subnet, structure: Structure) -> float:
     ]
     width = sum(kept) / len(kept) if kept else 1.0
     return width * (1 - len(structure.dropped_tensors(subnet)) / max(len(structure.shapes), 1))
+
+
+def _describe_lack_of_memory(device: torch.device) -> str:
+    """Why a task failed that is too large for its device."""
+    return (
+        f"its work does not fit into the memory of device {device}, even with one client at a time;"
+        " use a smaller batch_size, or give it a smaller budget"
+    )
 
 
 def _describe_exit(code: int | None) -> str:

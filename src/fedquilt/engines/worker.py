@@ -29,9 +29,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from fedquilt.devices import has_accelerator, is_accelerator, is_out_of_memory
 from fedquilt.engines import flat_tensors
 from fedquilt.engines.client_state import read_client_state, write_client_state
 from fedquilt.engines.client_work import describe_exception, run_task
+from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Recipe, Task
 from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet
@@ -91,6 +93,7 @@ class WorkReply:
     slots: tuple[flat_tensors.Slot, ...] = ()
     has_new_state: bool = False
     problem: str | None = None
+    is_out_of_memory: bool = False  # of the worker's device
 
 
 @dataclass(frozen=True)
@@ -106,23 +109,29 @@ class Worker:
 
     def __init__(self, context: ClientContext, timeouts: Timeouts, pulse: Path) -> None:
         self.requests: deque[WorkRequest] = deque()
+        self.context = context
         self._timeouts, self._pulse = timeouts, pulse
-        self._start(context)
+        self._start()
 
-    def _start(self, context: ClientContext) -> None:
-        # forked, where that is possible: data and model need not be sent, nor be importable
-        process_context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
+    def _start(self) -> None:
+        process_context: Any = get_context(choose_start_method(self.context.device))
         self.pipe, theirs = process_context.Pipe()
         self._pulse.touch()
         self._seen, self._silent, self._spent, self._looked = 0, 0.0, 0.0, time.monotonic()
         beat = self._timeouts.beat
         self._process: BaseProcess = process_context.Process(
             target=_run_worker,
-            args=(theirs, self.pipe, self._pulse, beat, context, os.getpid()),
+            args=(theirs, self.pipe, self._pulse, beat, self.context, os.getpid()),
             daemon=True,
         )
         with _hold_interrupts():  # until the worker ignores Ctrl-C, which is ours to handle
-            self._process.start()
+            try:
+                self._process.start()
+            except (pickle.PicklingError, AttributeError, TypeError) as problem:
+                raise ConfigError(
+                    "worker processes on an accelerator import the model and the data, which cannot"
+                    f" be sent to them ({problem}); define them in a module, or use workers = 0"
+                ) from problem
         theirs.close()
 
     @property
@@ -181,10 +190,10 @@ class Worker:
         except OSError:  # the file was removed; the next heartbeat creates it again
             return self._seen
 
-    def replace(self, context: ClientContext) -> int | None:
+    def replace(self) -> int | None:
         """Starts a new process in place of this one; the old one's exit code."""
         code = self.terminate()
-        self._start(context)
+        self._start()
         return code
 
     def terminate(self) -> int | None:
@@ -205,6 +214,30 @@ class WorkerProblem:
 
     reason: str
     is_late: bool
+
+
+def choose_start_method(device: torch.device) -> str:
+    """How worker processes are started: forked, where that is possible.
+
+    Then data and model need not be sent, nor be importable. But no runtime of an accelerator works
+    in a forked process. And where PyTorch has an accelerator, its gradients do not either, on any
+    device, once this process has computed some.
+    """
+    if sys.platform != "linux" or is_accelerator(device):
+        return "spawn"
+    return "spawn" if has_accelerator() and not _can_differentiate_forked() else "fork"
+
+
+def _can_differentiate_forked() -> bool:
+    """Whether gradients can be computed in a process forked from this one, by trying."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            torch.ones(1, requires_grad=True).sum().backward()
+            code = 0
+        os._exit(code)
+    return os.waitpid(child, 0)[1] == 0
 
 
 @contextlib.contextmanager
@@ -247,7 +280,13 @@ def _run_worker(
         try:
             reply = _handle_request(request, context, mapped, pipe)
         except Exception as problem:
-            reply = WorkReply(request.number, problem=describe_exception(problem))
+            reply = WorkReply(
+                request.number,
+                problem=describe_exception(problem),
+                is_out_of_memory=is_out_of_memory(problem),
+            )
+        if reply.is_out_of_memory:  # once the exception has let go of what it held
+            context.release_memory()
         _reply(pipe, reply, request)
 
 

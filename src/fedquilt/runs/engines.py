@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from fedquilt.data.population import Population
+from fedquilt.devices import find_devices, is_accelerator
 from fedquilt.engines.engine import Engine
 from fedquilt.engines.local import LocalEngine
 from fedquilt.engines.worker import Timeouts
+from fedquilt.errors import ConfigError
 from fedquilt.federation.state import Setup
 from fedquilt.ranges import Number, check_value
 
 EngineFactory = Callable[[Setup, Population, Path | None], Engine]  # the path is for client states
 
 
-def make_local_engine(workers: int | None, timeouts: Timeouts | None = None) -> EngineFactory:
-    """A factory of engines on this machine; ``workers`` None means one per core, 0 this process."""
+def make_local_engine(
+    workers: int | None, timeouts: Timeouts | None = None, device: str = "cpu"
+) -> EngineFactory:
+    """A factory of engines on this machine.
+
+    Args:
+        workers: The number of processes, of each device; 0: this process. None: one per core; with
+            one accelerator this process, with several one for each.
+        timeouts: When a worker process counts as hung or late.
+        device: The devices that clients train on, as ``find_devices`` takes them.
+    """
     check_value("workers", workers, Number | None)
-    count = _count_cores() if workers is None else workers
+    devices = find_devices(device)
+    if workers == 0 and len(devices) > 1:
+        raise ConfigError(
+            f"one process works on one device, and '{device}' is {len(devices)} of them; name one, "
+            "or use workers = 1 for a process on each"
+        )
+    count = _choose_count(devices) if workers is None else workers
 
     def make(setup: Setup, population: Population, folder: Path | None) -> LocalEngine:
         return LocalEngine(
@@ -29,9 +48,16 @@ def make_local_engine(workers: int | None, timeouts: Timeouts | None = None) -> 
             workers=count,
             folder=folder,
             timeouts=timeouts,
+            devices=devices,
         )
 
     return make
+
+
+def _choose_count(devices: Sequence[torch.device]) -> int:
+    if not is_accelerator(devices[0]):
+        return _count_cores()
+    return int(len(devices) > 1)
 
 
 def _count_cores() -> int:

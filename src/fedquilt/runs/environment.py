@@ -12,19 +12,23 @@ from pathlib import Path
 
 import torch
 
+from fedquilt.devices import CPU, describe_device, is_accelerator
 from fedquilt.version import __version__
 
 Environment = Mapping[str, str]
 
 
-def read_environment(cpuinfo: Path = Path("/proc/cpuinfo")) -> Environment:
-    """The environment of this process."""
+def read_environment(
+    cpuinfo: Path = Path("/proc/cpuinfo"), device: torch.device = CPU
+) -> Environment:
+    """The environment of this process, and of an accelerator if clients train on one."""
     instructions = torch.backends.cpu.get_cpu_capability()
     name = _read_processor_name(cpuinfo) or platform.processor()
     return {
         "fedquilt": __version__,
         "torch": torch.__version__,
         "processor": f"{platform.machine()} {instructions} {name}".strip(),
+        **({"device": describe_device(device)} if is_accelerator(device) else {}),
     }
 
 
@@ -46,7 +50,10 @@ def describe_environment_change(before: Environment, after: Environment) -> str:
     >>> before = {"torch": "2.6.0", "processor": "x86_64 AVX2"}
     >>> describe_environment_change(before, {"torch": "2.6.0"})
     'processor x86_64 AVX2 -> not known'
+    >>> describe_environment_change(before, {**before, "device": "cuda NVIDIA A100"})
+    'device cpu -> cuda NVIDIA A100'
     """
+    before, after = ({"device": CPU.type, **environment} for environment in (before, after))
     keys = [k for k in sorted({**before, **after}) if before.get(k) != after.get(k)]
     unknown = "not known"
     return ", ".join(f"{k} {before.get(k, unknown)} -> {after.get(k, unknown)}" for k in keys)

@@ -39,17 +39,18 @@ from fedquilt.user_code import is_function_path
 
 def plan_run(config: Config, source: Dataset, out: str | Path) -> RunPlan:
     """The run that settings describe, on this machine; ``source`` is the data that they name."""
+    timeouts = Timeouts(config.run.heartbeat, config.run.deadline)
+    engine = make_local_engine(config.run.workers, timeouts, config.run.device)
     model, example = build_model(config), make_example(source)
     structure = build_structure(config, model, example)
     population = build_population(config, source)
     setup = Setup(model, structure, example, population.clients, config.rounds, config.seed)
-    timeouts = Timeouts(config.run.heartbeat, config.run.deadline)
     return plan_run_over(
         config,
         setup,
         population,
         out,
-        engine=make_local_engine(config.run.workers, timeouts),
+        engine=engine,
         faults=FaultPolicy(config.flower.quorum),
         normalization=source.normalization,
     )

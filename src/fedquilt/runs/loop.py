@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from fedquilt.devices import CPU
 from fedquilt.engines.engine import Engine, ignore_progress
 from fedquilt.errors import CheckpointError, CorruptFileError, TrainingError
 from fedquilt.evaluation.accuracy import SizeScore, evaluate
@@ -72,11 +73,10 @@ class TrainingLoop:
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     on_finished: Callable[[TrainingLoop, State], None] | None = None
     available: Callable[[], Collection[int]] | None = None
-    environments: tuple[Environment, ...] = field(
-        default_factory=lambda: (read_environment(),), init=False
-    )
+    environments: tuple[Environment, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
+        self.environments = (read_environment(device=getattr(self.engine, "device", CPU)),)
         self._notify = combine_callbacks(self.callbacks)
         self._aggregations = {
             phase.name: self.method.aggregation(self.setup, phase.name)

@@ -123,13 +123,15 @@ class Run:
         attack: PGD | None = None,
         batch_statistics: bool = False,
         workers: int | None = None,
+        device: str = "cpu",
     ) -> list[SizeScore]:
         """Scores of every size, or of the given widths, on the population's test data.
 
         With ``robustness`` at each of these points of the dial; with an ``attack`` also on clients'
         test data that was attacked, with everything known about the model (white box). Scores are
         those of the models that ``customize`` gives; with ``batch_statistics`` every batch of test
-        data is normalized by itself instead, as some papers score.
+        data is normalized by itself instead, as some papers score. ``workers`` and ``device`` are
+        those of ``fedquilt.train``.
         """
         people = self.population if population is None else population
         if people is None:
@@ -146,7 +148,8 @@ class Run:
             FinishedModel(self.setup, self.method, self.state).choose_robustness(value)
         versions, state = self._require_client_states()
         setup = replace(self.setup, clients=people.clients)
-        with closing(make_local_engine(workers)(setup, people, self._clients_folder)) as engine:
+        make_engine = make_local_engine(workers, device=device)
+        with closing(make_engine(setup, people, self._clients_folder)) as engine:
             engine.restore(versions)
             scores = evaluate(
                 setup,

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedquilt.data.population import Population
 from fedquilt.errors import ConfigError
@@ -23,7 +23,7 @@ from fedquilt.runs.run import Run
 from fedquilt.structure.create import trace_structure
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.supported import unshare_buffers
-from fedquilt.structure.tensors import Example
+from fedquilt.structure.tensors import Example, map_tensors, move_to_host
 
 
 def train(
@@ -35,6 +35,7 @@ def train(
     *,
     seed: int = 0,
     workers: int | None = None,
+    device: str = "cpu",
     out: str | Path | None = None,
     resume: bool = False,
     exclude: tuple[str, ...] = (),
@@ -59,7 +60,10 @@ def train(
         rounds: The number of rounds of training.
         seed: The seed of all random streams.
         workers: The number of processes that do the clients' work; None: one per core, 0: the work
-            is done in this process.
+            is done in this process. On accelerators it is the number of processes on each; None:
+            this process, or one for each if there are several.
+        device: Where clients train: ``"auto"``, ``"cpu"``, ``"cuda"`` for all GPUs, ``"cuda:1"``
+            for one, ``"mps"`` or ``"xpu"``. See docs/devices.md.
         out: A directory in which the run is kept; None: in memory only.
         resume: Whether to go on with the run in ``out``.
         exclude: Modules that are never cut, as ``trace_structure`` takes them.
@@ -92,6 +96,13 @@ def train(
             f"engine is a function that makes an engine, got {engine!r}; leave it out to train on "
             "this machine, or train on Flower with the command fedquilt train"
         )
+    if engine is not None and device != "cpu":
+        raise ConfigError(
+            f"an engine of your own chooses its devices, got device={device!r} as well; leave out "
+            "one of them"
+        )
+    make_engine = engine or make_local_engine(workers, device=device)  # a device may not be there
+    model, example = move_to_host(model), map_tensors(Tensor.cpu, example)
     check_start(model, example, clients, rounds)  # before the model is traced
     if not resume:
         warn_of_lost_values(model, method)
@@ -107,7 +118,7 @@ def train(
         None if out is None else RunDirectory(out),
         cadence=cadence or Cadence(),
         faults=faults or FaultPolicy(),
-        engine=engine or make_local_engine(workers),
+        engine=make_engine,
         available=available,
     )
     return (resume_run if resume else start_run)(plan).train(callbacks)

@@ -98,10 +98,13 @@ class ServerOptimizerSection(Choice):
 
 
 class RunSection(Section):
-    """How a run is carried out. Nothing here changes a result, unless a client fails."""
+    """How a run is carried out. Here only the device changes results, and only by rounding."""
 
+    device: str = "cpu"
+    """Where clients train: auto, cpu, cuda for all GPUs, cuda:1 for one, mps or xpu."""
     workers: int | None = Field(None, ge=0)
-    """Worker processes; 0: this process. Left out: one per core."""
+    """Worker processes, on accelerators of each; 0: this process. Left out: one per core; on one
+    accelerator this process, on several one each."""
     heartbeat: float = Field(60.0, gt=0)
     """Seconds without a sign of life after which a worker is replaced."""
     deadline: float | None = Field(None, gt=0)
@@ -136,7 +139,7 @@ class FlowerSection(Section):
     cpus: int = Field(1, ge=1)
     """CPUs of each simulated client."""
     gpus: float = Field(0.0, ge=0)
-    """GPUs that Flower's simulation reserves for each client; training runs on the CPU."""
+    """GPUs that Flower's simulation reserves for each client; run.device uses them."""
     quorum: int | None = Field(None, ge=1)
     """Replies without which a round fails, also in local runs. Left out: half of those needed."""
     attempts: int = Field(3, ge=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -101,7 +101,7 @@ def view_cells(tensor: Tensor, index: tuple[Index, ...]) -> Tensor:
     part = tensor[tuple(i if isinstance(i, slice) else WHOLE for i in index)]
     for axis, i in enumerate(index):
         if isinstance(i, Tensor):
-            part = part.index_select(axis, i)
+            part = part.index_select(axis, i.to(part.device))
     return part
 
 
@@ -115,7 +115,7 @@ def make_mesh(shape: Sequence[int], index: tuple[Index, ...]) -> tuple[Tensor, .
 
 def write_cells(tensor: Tensor, index: tuple[Index, ...], values: Tensor | bool) -> None:
     """Writes values to the indexed cells, in place."""
-    tensor[make_mesh(tensor.shape, index)] = values
+    tensor[tuple(i.to(tensor.device) for i in make_mesh(tensor.shape, index))] = values
 
 
 def global_name(name: str, structure: Structure, subnet: Subnet) -> str:
@@ -164,6 +164,12 @@ class SubnetTensors(Mapping[str, Tensor]):
 
     def __init__(self, subnets: Sequence[Subnet], tensors: Sequence[Params]) -> None:
         self._parts = list(zip(subnets, tensors, strict=True))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SubnetTensors:
+        """The same with every tensor replaced, for example by its copy on a device."""
+        subnets, tensors = zip(*self._parts, strict=True) if self._parts else ((), ())
+        changed = [{name: function(t) for name, t in part.items()} for part in tensors]
+        return SubnetTensors(subnets, changed)
 
     def select(self, subnet: Subnet, structure: Structure) -> dict[str, Tensor]:
         """The tensors of one of the subnets, or of one that excludes more of them."""

@@ -76,4 +76,6 @@ def _convert_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ..
 
 
 def _is_image(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point()
+    if not isinstance(value, Tensor) or value.device.type != "cpu":  # where this is quicker
+        return False
+    return value.ndim == 4 and value.is_floating_point()

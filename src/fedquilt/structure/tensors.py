@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 Example = Tensor | tuple[Any, ...]
+Nested = TypeVar("Nested")  # a tensor, or tuples, lists and dicts of tensors and other values
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -58,3 +60,38 @@ def find_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (list, tuple)):
         return [t for item in value for t in find_tensors(item)]
     return []
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Nested) -> Nested:
+    """The same value with every tensor replaced: in tuples, lists and dicts, however deep.
+
+    >>> map_tensors(torch.Tensor.neg, {"a": [torch.tensor(1), "b"]})
+    {'a': [tensor(-1), 'b']}
+    """
+    if isinstance(value, Tensor):
+        return cast(Nested, function(value))
+    if isinstance(value, Mapping):
+        changed = {key: map_tensors(function, item) for key, item in value.items()}
+        return cast(Nested, changed if type(value) is dict else type(value)(changed))  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(function, item) for item in value]
+        return cast(
+            Nested, type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        )
+    return value
+
+
+def copy_to_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of a model on a device; tied tensors stay tied."""
+    memo: dict[int, Any] = {}
+    for tensor in named_tensors(model).values():
+        moved = tensor.detach().to(device, copy=True)
+        is_weight = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if is_weight else moved
+    return copy.deepcopy(model, memo)
+
+
+def move_to_host(model: nn.Module) -> nn.Module:
+    """The model itself if it is on the host, else a copy of it there."""
+    is_there = all(tensor.device.type == "cpu" for tensor in named_tensors(model).values())
+    return model if is_there else copy_to_device(model, torch.device("cpu"))

@@ -85,9 +85,8 @@ class Bilevel:
         data = context.examples("train", task.client)
         module = context.module(whole, task.params).train()
         kept = context.client_state.get(SHARES) if self.persistent else None
-        shares = (
-            torch.full((len(self.groups),), self.keep_fraction) if kept is None else kept.clone()
-        )
+        new = torch.full((len(self.groups),), self.keep_fraction, device=context.device)
+        shares = new if kept is None else kept.clone()
         with gate_module(module, context.structure, self.groups) as gates:
             local = _BilevelTrainer(self, module, context.structure, gates, shares)
             loss, examples = local.train(data, task.seed, context)
@@ -183,7 +182,7 @@ class _BilevelTrainer:
         if settings.importance != "lrp":
             return
         self._gates.values = {}
-        sums = {g: torch.zeros(self._structure.groups[g].size) for g in settings.groups}
+        sums = {g: self._zeros(g) for g in settings.groups}
         for batch_rows in split_evenly(rows, settings.local_training.batch_size):
             relevance = compute_relevance(
                 self._module, self._structure, settings.groups, *data.batch(batch_rows)
@@ -229,7 +228,7 @@ class _BilevelTrainer:
         for number, group in enumerate(self._settings.groups):
             importance = self._compute_importance(group)
             uniform = torch.rand(len(importance), generator=noise, dtype=torch.float64)
-            uniform[importance.argmax()] = 0.0
+            uniform[int(importance.argmax())] = 0.0
             drawn[group] = sample_gates(
                 shares[number], importance, self._settings.softness, uniform
             )
@@ -242,8 +241,11 @@ class _BilevelTrainer:
         if self._norms[group]:
             return torch.stack([w.detach().abs() for w in self._norms[group]]).mean(0)
         if group not in self._gates.activity:
-            return torch.zeros(self._structure.groups[group].size)
+            return self._zeros(group)
         return divide_by_mean(self._gates.activity[group])
+
+    def _zeros(self, group: str) -> Tensor:
+        return torch.zeros(self._structure.groups[group].size, device=self._shares.device)
 
     def choose_subnet(self) -> Subnet:
         """Line 16: the top ⌈α C⌉ channels of each group."""

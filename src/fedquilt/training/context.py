@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData, ConcatExamples
+from fedquilt.devices import CPU, is_accelerator, release_cached_memory
 from fedquilt.federation.client import EVERYONE, PERSONAL, SERVER
 from fedquilt.structure.cut import (
     Params,
+    SubnetTensors,
     build_module,
     global_name,
     index_cells,
@@ -24,7 +28,8 @@ from fedquilt.structure.cut import (
 from fedquilt.structure.layout import use_channels_last
 from fedquilt.structure.structure import TRACKED, Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.tensors import named_tensors
+from fedquilt.structure.tensors import copy_to_device, named_tensors
+from fedquilt.training.device_data import ResidentData
 from fedquilt.training.tracking import without_running_stats
 
 MAX_MODULES = 16  # built modules that a worker keeps
@@ -37,6 +42,8 @@ class ClientContext:
         model: The whole model, with its initial values.
         structure: What can be cut in the model.
         data: Examples of each client of this worker, by split.
+        device: Where modules and batches are. Data and model are given on the host; the copies on
+            the device are made when they are first used.
 
     >>> import torch, fedquilt as fq
     >>> inputs, labels = torch.rand(12, 4), torch.arange(12) % 3
@@ -51,10 +58,15 @@ class ClientContext:
     """
 
     def __init__(
-        self, model: nn.Module, structure: Structure, data: Mapping[str, Mapping[int, ClientData]]
+        self,
+        model: nn.Module,
+        structure: Structure,
+        data: Mapping[str, Mapping[int, ClientData]],
+        device: torch.device = CPU,
     ):
-        self.model, self.structure = model, structure
+        self._host_model, self.structure, self.device = model, structure, device
         self._data = data
+        self._shared = _Shared()
         self._joined: dict[str, ClientData] = {}  # everyone's, by split
         self._built: OrderedDict[tuple[Subnet, int, bool], nn.Module] = OrderedDict()
         self._client_state: Mapping[str, Tensor] = {}
@@ -77,6 +89,39 @@ class ClientContext:
         return context
 
     @property
+    def model(self) -> nn.Module:
+        """The whole model on the context's device, with its initial values."""
+        if not is_accelerator(self.device):
+            return self._host_model
+        if self._shared.model is None:
+            self._shared.model = copy_to_device(self._host_model, self.device)
+        return self._shared.model
+
+    def to_device(self, params: Params) -> Params:
+        """The tensors on the context's device.
+
+        Those of the last call are kept: most clients of a round start from the same.
+        """
+        if not is_accelerator(self.device):
+            return params
+        if self._shared.given is not params:
+            self._shared.given, self._shared.moved = params, {}  # the old ones need memory
+            self._shared.moved = _move_params(params, self.device)
+        return self._shared.moved
+
+    def release_memory(self) -> None:
+        """Frees what was kept on the device to save time: modules, data and global tensors."""
+        self._built.clear()
+        self._joined.clear()
+        model, self._shared.model = self._shared.model, None
+        del model
+        self._shared.given, self._shared.moved = None, {}
+        if self._shared.resident is not None:
+            self._shared.resident.release()
+        if is_accelerator(self.device):
+            release_cached_memory(self.device)
+
+    @property
     def client_state(self) -> Mapping[str, Tensor]:
         """What the client has kept from earlier rounds; empty if it has kept nothing."""
         return MappingProxyType(self._client_state)
@@ -95,10 +140,18 @@ class ClientContext:
             if split not in self._joined:
                 clients = sorted(self._data[split].keys() - {SERVER})
                 self._joined[split] = ConcatExamples(tuple(self._data[split][c] for c in clients))
-            return self._joined[split]
+            return self._place(self._joined[split], (split, client))
         if split == "validation" and client not in self._data.get(split, {}):
             split = "train"
-        return self._data[split][client]
+        return self._place(self._data[split][client], (split, client))
+
+    def _place(self, data: ClientData, key: Hashable) -> ClientData:
+        """The data with batches on the device."""
+        if not is_accelerator(self.device):
+            return data
+        if self._shared.resident is None:
+            self._shared.resident = ResidentData(self.device)
+        return self._shared.resident.wrap(data, key)
 
     def report_progress(self, done: float) -> None:
         """Reports how much of the client's work is done.
@@ -240,3 +293,19 @@ class ClientContext:
             return {n: own[n].clone() for n in names}
         where = index_cells_within(self.structure, built_for, subnet)
         return {n: view_cells(own[n], where[n]).clone() for n in names}
+
+
+@dataclass
+class _Shared:
+    """What a worker keeps on its device, for all of its clients."""
+
+    model: nn.Module | None = None
+    given: Params | None = None  # global tensors on the host, and the same on the device
+    moved: Params = field(default_factory=dict)
+    resident: ResidentData | None = None
+
+
+def _move_params(params: Params, device: torch.device) -> Params:
+    if isinstance(params, SubnetTensors):
+        return params.map(lambda tensor: tensor.to(device))
+    return {name: tensor.to(device) for name, tensor in params.items()}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
+from fedquilt.devices import fork_generators, seed_generators
 from fedquilt.federation.client import Client, ClientResult, Task, Update, derive_seed
 from fedquilt.federation.validation import EXAMPLES, MetricSpec, ReplySpec, count_spec, loss_spec
 from fedquilt.training.attack import PGD, frozen_model
@@ -66,8 +67,8 @@ class Evaluate:
 
     def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Evaluates every point: all ensembles at the first robustness, then at the next."""
-        with torch.random.fork_rng(devices=[]):  # others go on as if nothing had been drawn
-            torch.default_generator.manual_seed(task.seed)
+        with fork_generators(context.device):  # others go on as if nothing had been drawn
+            seed_generators(task.seed, context.device)
             return ClientResult(self._evaluate(task, context))
 
     def _evaluate(self, task: Task, context: ClientContext) -> Update:
@@ -176,14 +177,14 @@ class _PointCounter:
         x, y = batch
         answers = []
         for module in self._modules:
-            torch.default_generator.manual_seed(seed)
+            seed_generators(seed, x.device)
             answers.append(module(x))
         for point, ensemble in enumerate(self._ensembles, start=first):
             logits = mean_logits(answers[i] for i in ensemble)
             self._add(f"hits:{point}", (logits.argmax(-1) == y).sum())
             self._add(f"loss:{point}", cross_entropy(logits, y) * y.numel())
             if self._labels is not None:  # zero probability for classes it does not have
-                foreign = label_mask(self._labels, logits.shape[-1])
+                foreign = label_mask(self._labels, logits.shape[-1], logits.device)
                 own = logits.masked_fill(foreign, -torch.inf)
                 self._add(f"local:{point}", (own.argmax(-1) == y).sum())
 

@@ -30,7 +30,7 @@ class Gates:
         self.wants_activity: frozenset[str] = frozenset()
         self._groups = frozenset(groups)
         self._hooks = [
-            layer.register_forward_pre_hook(self._add_gate(axis, last))
+            layer.register_forward_pre_hook(self._add_gate(axis, last, layer.weight.device))
             for layer, axis, last in find_consumers(module, structure)
             if any(span.group in self._groups for span in axis)
         ]
@@ -40,8 +40,8 @@ class Gates:
         for hook in self._hooks:
             hook.remove()
 
-    def _add_gate(self, axis: Axis, last: bool) -> Any:
-        spans = [(span.group, torch.tensor(span.channels)) for span in axis]
+    def _add_gate(self, axis: Axis, last: bool, device: Any) -> Any:
+        spans = [(span.group, torch.tensor(span.channels, device=device)) for span in axis]
 
         def hook(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x, *rest = inputs

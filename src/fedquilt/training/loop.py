@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fedquilt.data import ClientData
+from fedquilt.devices import seed_generators
+from fedquilt.training.device_data import get_device
 from fedquilt.training.settings import LoopSettings, Precision
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -48,14 +50,14 @@ def run_epochs(
     Returns:
         The mean loss of the examples of the last epoch.
     """
-    torch.default_generator.manual_seed(seed)
+    seed_generators(seed, get_device(examples))
     generator = torch.Generator().manual_seed(seed)
     count = len(examples) if rows is None else len(rows)
-    mean = torch.zeros(())
+    mean = torch.zeros((), device=get_device(examples))
     for epoch in range(settings.epochs):
         if before_epoch is not None:
             before_epoch()
-        total, done = torch.zeros(()), 0
+        total, done = torch.zeros_like(mean), 0
         for drawn in iterate_batches(count, settings.batch_size, generator):
             if before_batch is not None:
                 before_batch(generator)

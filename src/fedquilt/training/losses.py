@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedquilt.devices import CPU
+
 
 @lru_cache(maxsize=1024)
-def label_mask(labels: tuple[int, ...], num_classes: int) -> Tensor:
+def label_mask(labels: tuple[int, ...], num_classes: int, device: torch.device = CPU) -> Tensor:
     """True for the classes that a client does not have.
 
     >>> label_mask((0, 2), 3)
@@ -19,7 +21,7 @@ def label_mask(labels: tuple[int, ...], num_classes: int) -> Tensor:
     with torch.inference_mode(False):  # it is kept, and may be asked for in evaluation first
         foreign = torch.ones(num_classes, dtype=torch.bool)
         foreign[list(labels)] = False
-    return foreign
+        return foreign.to(device)
 
 
 def mask_logits(logits: Tensor, foreign: Tensor) -> Tensor:
@@ -36,5 +38,5 @@ def cross_entropy(logits: Tensor, labels: Tensor, own: tuple[int, ...] | None = 
     Logits may have any number of axes; classes are on the last.
     """
     if own is not None:
-        logits = mask_logits(logits, label_mask(own, logits.shape[-1]))
+        logits = mask_logits(logits, label_mask(own, logits.shape[-1], logits.device))
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())

@@ -77,7 +77,7 @@ def compute_relevance(
         for layer, axis, last in find_consumers(module, structure)
         if any(span.group in groups for span in axis)
     }
-    totals = {g: torch.zeros(structure.groups[g].size) for g in groups}
+    totals = {g: torch.zeros(structure.groups[g].size, device=labels.device) for g in groups}
     reached: set[str | None] = set()
     tape = record_forward(module, to_arguments(inputs))
     for step, relevance in _trace_relevance(tape, labels, layers.keys()):
@@ -110,7 +110,8 @@ def _add(totals: dict[str, Tensor], relevance: Tensor, axis: Axis, place: int) -
         part = sums[first : first + len(span.channels)]
         first += len(span.channels)
         if span.group in totals:
-            totals[span.group].index_add_(0, torch.tensor(span.channels), part)
+            channels = torch.tensor(span.channels, device=part.device)
+            totals[span.group].index_add_(0, channels, part)
 
 
 def _trace_relevance(

@@ -76,18 +76,18 @@ class _SampleGates(torch.autograd.Function):
         distance = _compute_distance(importance, float(share), softness)
         ctx.weights = _compute_spread(distance)
         kept = torch.from_numpy(_sigmoid(distance))
-        return (noise < kept).to(importance.dtype)
+        return (noise < kept).to(importance)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         """Eq. 18."""
-        slope = len(gradient) * (gradient.double() * ctx.weights).sum()
-        return slope.to(gradient.dtype), None, None, None
+        slope = len(gradient) * (gradient.cpu().double() * ctx.weights).sum()
+        return slope.to(gradient), None, None, None
 
 
 def _compute_distance(importance: Tensor, share: float, softness: float) -> npt.NDArray[np.float64]:
     """(b_c - β) / ε."""
-    values = importance.detach().double().numpy()
+    values = importance.detach().cpu().double().numpy()  # few, and solved for on the host
     distance: npt.NDArray[np.float64] = (values - solve_shift(values, share, softness)) / softness
     return distance
 

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fedquilt.devices import CPU, fork_generators, seed_generators
+from fedquilt.structure.tensors import named_tensors
+
 
 @dataclass(frozen=True)
 class TensorRef:
@@ -83,8 +86,9 @@ def record_forward(module: nn.Module, inputs: tuple[Any, ...]) -> Tape:
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """A module in eval mode, with random numbers that are the same each time and drawn apart."""
     modes = [(layer, layer.training) for layer in module.modules()]
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
+    device = next((tensor.device for tensor in named_tensors(module).values()), CPU)
+    with fork_generators(device):
+        seed_generators(0, device)
         module.eval()
         try:
             yield

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedquilt.devices import CPU
 from fedquilt.errors import TrainingError
 from fedquilt.federation.client import Client, ClientResult, Task, Update
 from fedquilt.federation.constants import is_constant
@@ -117,6 +118,7 @@ def ternarize(change: Tensor, sparsity: float) -> Ternary:
 
 def compress(change: Tensor, sparsity: float) -> tuple[Tensor, Tensor]:
     """The code of a change, and what is left of it: R <- ΔW - STC(ΔW)."""
+    change = change.cpu()  # where codes are written
     sparse = ternarize(change, sparsity)
     left = change.clone()
     left[torch.from_numpy(sparse.positions)] -= torch.from_numpy(sparse.values)
@@ -127,8 +129,9 @@ def add_code(vector: Tensor, code: Tensor, sparsity: float) -> None:
     """Adds the change that a code means, in place; a ValueError says why it means none."""
     if code.dtype != torch.uint8 or code.ndim != 1:
         raise ValueError(f"has the shape {tuple(code.shape)} of {code.dtype}; it is a row of bytes")
-    sparse = decode(code.numpy(), len(vector), sparsity)
-    vector[torch.from_numpy(sparse.positions)] += torch.from_numpy(sparse.values)
+    sparse = decode(code.cpu().numpy(), len(vector), sparsity)
+    positions, values = torch.from_numpy(sparse.positions), torch.from_numpy(sparse.values)
+    vector[positions.to(vector.device)] += values.to(vector.device)
 
 
 def apply_codes(params: Params, codes: Iterable[Tensor], sparsity: float) -> dict[str, Tensor]:
@@ -142,7 +145,8 @@ def apply_codes(params: Params, codes: Iterable[Tensor], sparsity: float) -> dic
 def flatten_weights(params: Params) -> Tensor:
     """All weights as one new vector, in the order of their names."""
     weights = [params[n].reshape(-1) for n in sorted(params) if params[n].is_floating_point()]
-    return torch.cat([torch.zeros(0), *weights])
+    device = weights[0].device if weights else CPU
+    return torch.cat([torch.zeros(0, device=device), *weights])
 
 
 def zero_change(params: Params) -> Tensor:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import stack_module_state, vmap
 
-from fedquilt.structure.tensors import Example, call_with_tensors, named_tensors, to_arguments
+from fedquilt.structure.tensors import (
+    Example,
+    call_with_tensors,
+    find_tensors,
+    named_tensors,
+    to_arguments,
+)
 from fedquilt.training.loop import Batch
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.objectives import CrossEntropy, Objective
@@ -69,7 +75,7 @@ class _SequentialTrainer:
         self._objective, self._labels = objective, labels
 
     def step(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), device=find_tensors(batch)[0].device)
         for module, optimizer in self._nets:
             loss = self._objective.loss(module, batch, self._labels, generator)
             optimizer.step(loss)

@@ -265,7 +265,7 @@ def _sum_weights(
 
 def _make_zeros(like: Tensor) -> Tensor:
     """Zeros whose memory is taken from the system only where it is used."""
-    if like.dtype in (torch.float32, torch.float64):
+    if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64):
         kind = np.float32 if like.dtype == torch.float32 else np.float64
         return torch.from_numpy(np.zeros(tuple(like.shape), kind))
     return torch.zeros_like(like)
