@@ -49,7 +49,7 @@ def test_a_run_that_moved_says_so_once_and_remembers_both(
         train(out, callbacks=[interrupting(RoundDone, 3)])
     stop = interrupting(RoundDone, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "read_environment", lambda: ELSEWHERE)
+        patched.setattr(loop, "read_environment", lambda **_: ELSEWHERE)
         with pytest.raises(KeyboardInterrupt):
             train(out, resume=True, callbacks=[lambda event: (seen.append(event), stop(event))])
     moved = [event for event in seen if isinstance(event, EnvironmentChanged)]

@@ -101,6 +101,9 @@ class ClientContext:
         """The tensors on the context's device.
 
         Those of the last call are kept: most clients of a round start from the same.
+
+        Args:
+            params: Global tensors, on the host.
         """
         if not is_accelerator(self.device):
             return params
