@@ -801,7 +801,7 @@ def test_customize_refuses_a_file_that_it_cannot_write(finished, tmp_path):
         (["train", "--set", "method.scalar=true"], ["did you mean 'method.scaler'?"]),
         (["train", "--set", "model.norn=group"], ["did you mean 'model.norm'?"]),
         (["train", "--set", "model.norm=grup"], ["'grup'", "group"]),
-        (["train", "--set", "data.augment=flip"], ["'flip'", "crop-flip"]),
+        (["train", "--set", "data.augment=flop"], ["'flop'", "crop-flip"]),
         (["train", "--set", "epochs"], ["NAME=VALUE"]),
         (["train", "none.toml"], ["none.toml", "does not exist"]),
         (["train", "--rond", "3"], ["--rond", "--rounds"]),

@@ -105,6 +105,7 @@ PUBLIC = [
     "standalone",
     "trace_structure",
     "train",
+    "transforms",
     "write_report",
 ]
 CLASSES = [name for name in PUBLIC if inspect.isclass(getattr(fq, name))]

@@ -5,7 +5,8 @@ can be had by name:
 
 >>> import fedquilt as fq
 >>> digits = fq.load_dataset("digits")
->>> clients = fq.make_clients(digits.train, test=digits.test, count=4, budgets=(1.0, 0.25))
+>>> clients = fq.make_clients(digits.train, test=digits.test, count=4, budgets=(1.0, 0.25),
+...                           transforms=[fq.transforms.Rotation(15)])
 >>> model = fq.make_model("mlp", {"image_size": 8, "hidden": [16]})
 >>> method = fq.HeteroFL(fq.LocalTraining(epochs=1), server_optimizer=fq.FedAvgM(lr=0.5))
 >>> run = fq.train(model, digits.example, method, clients, rounds=1, workers=0)
@@ -18,7 +19,7 @@ True
 """
 
 from fedquilt.customize.export import export
-from fedquilt.data import Dataset, load_dataset
+from fedquilt.data import Dataset, load_dataset, transforms
 from fedquilt.data.population import Population, make_clients
 from fedquilt.engines.engine import Engine
 from fedquilt.engines.local import LocalEngine
@@ -199,5 +200,6 @@ __all__ = [
     "standalone",
     "trace_structure",
     "train",
+    "transforms",
     "write_report",
 ]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fedquilt.data import load_dataset
+from fedquilt.data.pipeline import get_augmentation
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.federation.client import SERVER
 from fedquilt.settings.load import load_config
@@ -212,8 +213,4 @@ def test_augmentation_can_be_set_beside_a_share(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDQUILT_DATA", str(tmp_path))
     save_all(tmp_path)
     source = load_source(settings(fraction=0.5, augment="crop-flip"))
-    assert (len(source.train), source.train.augment, source.test.augment) == (
-        50,
-        "crop-flip",
-        "none",
-    )
+    assert (len(source.train), source.train.pipeline) == (50, get_augmentation("crop-flip"))

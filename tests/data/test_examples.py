@@ -14,11 +14,13 @@ from fedquilt.data import (
     ConcatExamples,
     DatasetExamples,
     Examples,
-    Normalization,
+    Normalize,
     Windows,
     to_examples,
 )
 from fedquilt.data import examples as module
+from fedquilt.data.pipeline import get_augmentation
+from fedquilt.data.transformed import transform_examples
 from fedquilt.errors import DataError
 
 
@@ -77,7 +79,7 @@ class WithTargets(Pairs):
 
 def test_normalise_matches_a_float_oracle():
     raw = images(20)
-    scale = Normalization.from_images(raw)
+    scale = Normalize.from_images(raw)
     floats = raw.double() / 255
     assert scale.mean == tuple(round(m, 4) for m in floats.mean((0, 2, 3)).tolist())
     std = floats.transpose(0, 1).flatten(1).std(dim=1, unbiased=False)
@@ -87,13 +89,13 @@ def test_normalise_matches_a_float_oracle():
 def test_normalise_of_a_constant_channel_does_not_divide_by_zero():
     raw = images(4)
     raw[:, 1] = 51
-    assert Normalization.from_images(raw).mean[1] == 0.2
-    assert Normalization.from_images(raw).std[1] == 1.0
+    assert Normalize.from_images(raw).mean[1] == 0.2
+    assert Normalize.from_images(raw).std[1] == 1.0
 
 
 def test_normalise_is_measured_on_images_only():
     with pytest.raises(DataError, match=r"uint8 images.*float32"):
-        Normalization.from_images(torch.zeros(2, 3))
+        Normalize.from_images(torch.zeros(2, 3))
 
 
 # Examples
@@ -109,14 +111,14 @@ def test_a_batch_is_the_rows_asked_for_in_their_order():
 
 def test_scale_centres_each_channel():
     raw = images()
-    scale = Normalization((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
+    scale = Normalize((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
     x, _ = Examples(raw, labels(), scale).batch(torch.arange(6))
     for channel, (mean, std) in enumerate(zip(scale.mean, scale.std, strict=True)):
         torch.testing.assert_close(x[:, channel], (raw[:, channel] / 255 - mean) / std)
 
 
 def test_the_cache_changes_no_bit(monkeypatch):
-    data = Examples(images(), labels(), Normalization.from_images(images()))
+    data = Examples(images(), labels(), Normalize.from_images(images()))
     rows = torch.tensor([5, 0, 3])
     cached, _ = data.batch(rows)
     monkeypatch.setattr(module, "CACHED_CELLS", 0)
@@ -133,7 +135,7 @@ def test_a_large_set_is_not_converted_as_a_whole(monkeypatch):
 
 
 def test_the_cache_does_not_travel():
-    data = Examples(images(), labels(), Normalization.from_images(images()))
+    data = Examples(images(), labels(), Normalize.from_images(images()))
     before = len(pickle.dumps(data))
     expected, _ = data.batch(torch.arange(6))
     _ = data.label_set
@@ -188,16 +190,20 @@ def test_whatever_gives_batches_itself_is_taken_as_it_is():
 
 
 def test_select_keeps_the_rows_and_the_settings():
-    scale = Normalization.from_images(images())
-    part = Examples(images(), labels(), scale, "crop-flip").select(np.array([5, 2]))
+    scale = Normalize.from_images(images())
+    part = Examples(images(), labels(), scale).select(np.array([5, 2]))
     assert torch.equal(part.inputs, images()[[5, 2]])
     assert part.label_set == (2,)
-    assert (part.scale, part.augment, len(part)) == (scale, "crop-flip", 2)
+    assert (part.scale, len(part)) == (scale, 2)
 
 
 def test_selected_rows_do_not_carry_the_whole_set_when_pickled():
     part = Examples(images(1000), labels(1000)).select(torch.tensor([1, 2]))
     assert len(pickle.dumps(part)) < images(20).numel()
+
+
+def augment(data):
+    return transform_examples(data, get_augmentation("crop-flip"))
 
 
 def slow_crop_flip(image, top, left, mirrored):
@@ -214,7 +220,7 @@ def slow_crop_flip(image, top, left, mirrored):
 
 def test_crop_flip_gives_one_of_the_162_views_of_each_image():
     raw = images(40, channels=2, size=6)
-    data = Examples(raw, labels(40), augment="crop-flip")
+    data = augment(Examples(raw, labels(40)))
     x, y = data.batch(torch.arange(40), seeded())
     seen = set()
     for image, view in zip(raw, (x * 255).round().byte(), strict=True):
@@ -233,10 +239,21 @@ def test_crop_flip_gives_one_of_the_162_views_of_each_image():
     assert torch.equal(y, labels(40))
 
 
+def test_crop_flip_draws_two_offsets_and_a_bit_for_each_image_in_this_order():
+    """So runs with this augmentation keep their bits."""
+    raw = images(30, size=6)
+    generator = seeded(7)
+    top, left = (torch.randint(9, (30,), generator=generator).tolist() for _ in range(2))
+    mirrored = torch.randint(2, (30,), generator=generator).tolist()
+    views = [slow_crop_flip(*view) for view in zip(raw, top, left, mirrored, strict=True)]
+    x, _ = augment(Examples(raw, labels(30))).batch(torch.arange(30), seeded(7))
+    assert x.equal(torch.stack(views).float() / 255)
+
+
 def test_crop_flip_reaches_every_offset_and_both_sides_evenly():
     spot = torch.zeros(1, 1, 9, 9, dtype=torch.uint8)
     spot[0, 0, 4, 4] = 255
-    data = Examples(spot, torch.zeros(1, dtype=torch.int64), augment="crop-flip")
+    data = augment(Examples(spot, torch.zeros(1, dtype=torch.int64)))
     x, _ = data.batch(torch.zeros(4000, dtype=torch.int64), seeded())
     places = x.mean(0)[0]
     assert torch.allclose(places, torch.full((9, 9), 1 / 81), atol=0.01)
@@ -245,7 +262,7 @@ def test_crop_flip_reaches_every_offset_and_both_sides_evenly():
 def test_crop_flip_mirrors_half_of_the_images():
     edge = torch.zeros(1, 1, 1, 30, dtype=torch.uint8)
     edge[..., :10] = 255
-    data = Examples(edge, torch.zeros(1, dtype=torch.int64), augment="crop-flip")
+    data = augment(Examples(edge, torch.zeros(1, dtype=torch.int64)))
     x, _ = data.batch(torch.zeros(2000, dtype=torch.int64), seeded())
     bright_left, bright_right = x[..., :15].sum((1, 2, 3)), x[..., 15:].sum((1, 2, 3))
     inside = bright_left + bright_right > 0
@@ -253,7 +270,7 @@ def test_crop_flip_mirrors_half_of_the_images():
 
 
 def test_augmentation_follows_the_generator_and_spares_evaluation():
-    data = Examples(images(), labels(), augment="crop-flip")
+    data = augment(Examples(images(), labels()))
     rows = torch.arange(6)
     first, again, other = (data.batch(rows, seeded(s))[0] for s in (1, 1, 2))
     assert torch.equal(first, again)
@@ -273,10 +290,8 @@ def test_no_augmentation_draws_nothing():
         ({"labels": labels(5)}, "6 inputs and 5 labels"),
         ({"labels": labels().float()}, "int64 class numbers, got torch.float32"),
         ({"labels": labels().view(6, 1)}, r"1-D.*shape \(6, 1\)"),
-        ({"augment": "crop-flop"}, "augmentation 'crop-flop'.*did you mean 'crop-flip'"),
-        ({"inputs": torch.zeros(6, 2), "augment": "crop-flip"}, "only images"),
-        ({"inputs": torch.zeros(6, 2), "scale": Normalization((0.0,), (1.0,))}, "only images"),
-        ({"scale": Normalization((0.0,), (1.0,))}, "1 channels but the images have 3"),
+        ({"inputs": torch.zeros(6, 2), "scale": Normalize((0.0,), (1.0,))}, "only images"),
+        ({"scale": Normalize((0.0,), (1.0,))}, "1 channels but the images have 3"),
     ],
 )
 def test_examples_that_do_not_fit_are_refused(arguments, words):
@@ -440,7 +455,7 @@ def test_joined_data_are_those_of_one_set_after_another(sizes, draw):
 
 
 def test_joined_data_are_augmented_by_their_parts():
-    parts = tuple(Examples(images(4, seed=s), labels(4), augment="crop-flip") for s in (0, 1))
+    parts = tuple(augment(Examples(images(4, seed=s), labels(4))) for s in (0, 1))
     rows = torch.tensor([5, 0, 7, 2])
     generator = seeded(3)
     first, second = (

@@ -11,6 +11,7 @@ from PIL import Image
 
 from fedquilt.data import load_dataset
 from fedquilt.data.hub import to_arrays
+from fedquilt.data.pipeline import get_augmentation
 from fedquilt.errors import DataError
 
 
@@ -176,7 +177,16 @@ def test_named_sets_are_looked_for_in_the_folder_the_environment_and_the_cache(
 def test_cifar_is_augmented_in_training_only(tmp_path, name, shape, augment):
     path = save(tmp_path / f"{name}.npz", **arrays(shape))
     for source in (load_dataset(name, folder=tmp_path), load_dataset(str(path))):
-        assert (source.train.augment, source.test.augment) == (augment, "none")
+        rows, scale = torch.arange(2), source.normalization
+        for part in (source.train, source.test):
+            raw = part.data.inputs if augment != "none" else part.inputs
+            assert part.batch(rows)[0].equal(scale.apply(raw[:2].float() / 255))
+        x = source.train.batch(rows, torch.Generator().manual_seed(1))[0]
+        chain = (*get_augmentation(augment).training, scale)
+        generator, expected = torch.Generator().manual_seed(1), source.stored_inputs[:2] / 255
+        for transform in chain:
+            expected = transform.apply(expected, transform.draw(expected, generator))
+        assert x.equal(expected)
 
 
 # the hub
@@ -223,7 +233,7 @@ def test_a_download_is_cached_whole(tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "cache" / "fedquilt").iterdir()] == ["cifar100.npz"]
     for source in (first, second):
         expected = torch.from_numpy(content["x_train"]).permute(0, 3, 1, 2)
-        assert torch.equal(source.train.inputs, expected)
+        assert torch.equal(source.stored_inputs, expected)
 
 
 def test_an_interrupted_write_leaves_no_file_behind(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.data import Examples
+from fedquilt.data.pipeline import get_augmentation
 from fedquilt.errors import TrainingError
 from fedquilt.evaluation.clients import compute_client_scores, compute_trained_fractions
 from fedquilt.federation.client import EVERYONE, SERVER
@@ -19,10 +20,10 @@ from fedquilt.training.context import ClientContext
 STEPS = fq.LocalTraining(lr=0.05, epochs=2, batch_size=5, max_grad_norm=None)
 
 
-def images(count, seed, **settings):
+def images(count, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(256, (count, 1, 5, 5), generator=generator, dtype=torch.uint8)
-    return Examples(x, torch.randint(4, (count,), generator=generator), **settings)
+    return Examples(x, torch.randint(4, (count,), generator=generator))
 
 
 def bits(run):
@@ -71,7 +72,9 @@ def test_the_servers_held_out_data_are_nobodys(world):
 
 def test_augmented_images_give_the_same_bits_with_any_workers_and_after_a_stop(world, tmp_path):
     model, example = world.setup.model, world.setup.example
-    people = fq.make_clients([images(9, seed, augment="crop-flip") for seed in range(3)])
+    people = fq.make_clients(
+        [images(9, seed) for seed in range(3)], transforms=get_augmentation("crop-flip").training
+    )
     method = fq.Centralised(STEPS)
 
     class Stop(KeyboardInterrupt):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedquilt.data import Dataset, Examples, Normalization, Windows
+from fedquilt.data import Dataset, Examples, Normalize, Windows
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.federation.state import Phase
 from fedquilt.methods import METHODS, FedAvg
@@ -60,10 +60,17 @@ def test_clip_zero_means_no_clipping():
 
 
 def test_training_images_are_augmented_on_request_only():
-    assert load_source(load_config({})).train.augment == "none"
+    rows = torch.arange(5)
+
+    def draw(part):
+        return part.batch(rows, torch.Generator().manual_seed(1))[0]
+
+    plain = load_source(load_config({}))
+    assert draw(plain.train).equal(plain.train.batch(rows)[0])
     chosen = load_source(load_config({"data": {"augment": "crop-flip"}}))
-    assert chosen.train.augment == "crop-flip"
-    assert chosen.test.augment == "none"
+    assert not draw(chosen.train).equal(chosen.train.batch(rows)[0])
+    assert chosen.train.batch(rows)[0].equal(plain.train.batch(rows)[0])
+    assert chosen.test.batch(rows)[0].equal(plain.test.batch(rows)[0])
 
 
 def texts(length=5, num_tokens=7, num_classes=2):
@@ -116,7 +123,7 @@ def test_text_is_neither_augmented_nor_normalized():
         with pytest.raises(DataError, match=r"only images .*can be .*augmented"):
             source.with_augmentation("crop-flip")
         with pytest.raises(DataError, match=r"only images .*can be .*normalized"):
-            source.with_normalization(Normalization((0.5,), (0.5,)))
+            source.with_normalization(Normalize((0.5,), (0.5,)))
 
 
 def test_a_recurrent_net_is_followed_on_a_short_text_if_it_reads_one():

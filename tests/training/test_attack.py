@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedquilt.data import Normalization
+from fedquilt.data import Normalize
 from fedquilt.errors import ConfigError
 from fedquilt.training.attack import PGD, frozen_model
 
@@ -66,14 +66,14 @@ def test_the_attack_is_foolboxs(epsilon, steps, step_size):
 
 
 def test_on_normalised_inputs_it_is_the_attack_on_the_pixels():
-    scale = Normalization((0.49, 0.3, 0.6), (0.2, 0.05, 0.5))
+    scale = Normalize((0.49, 0.3, 0.6), (0.2, 0.05, 0.5))
     net, (x, y) = classifier(channels=3), pixels(2, channels=3)
     attack = PGD(0.1, 5, 0.03, random_start=False, scale=scale)
     preprocessing = {"mean": scale.mean, "std": scale.std, "axis": -3}
     expected = foolbox_attack(net, x, y, 0.1, 0.03, 5, preprocessing=preprocessing)
-    normalised = scale(x)
+    normalised = scale.apply(x)
     found = attack.perturb(net, normalised, y)
-    torch.testing.assert_close(found, scale(expected), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, scale.apply(expected), rtol=0, atol=1e-5)
     start = PGD(0.1, 5, 0.03, scale=scale).perturb(net, normalised, y, torch.Generator())
     back = start * torch.tensor(scale.std).view(-1, 1, 1) + torch.tensor(scale.mean).view(-1, 1, 1)
     assert (back - x).abs().amax((0, 2, 3)).sub(0.1).abs().max() < 1e-5  # in every channel
@@ -201,11 +201,11 @@ def test_logits_may_have_more_axes():
 
 def test_inputs_out_of_range_are_refused_with_the_remedy():
     net, (x, y) = classifier(), pixels(8)
-    with pytest.raises(ConfigError, match=r"pixels in \[0.0, 1.0\].*scale=Normalization"):
+    with pytest.raises(ConfigError, match=r"pixels in \[0.0, 1.0\].*scale=Normalize"):
         PGD().perturb(net, (x - 0.5) / 0.25, y)
     PGD().perturb(net, x + 1e-5, y)  # rounding is no offence
-    scale = Normalization((0.5,), (0.25,))
-    PGD(scale=scale).perturb(net, scale(x), y)
+    scale = Normalize((0.5,), (0.25,))
+    PGD(scale=scale).perturb(net, scale.apply(x), y)
 
 
 @pytest.mark.parametrize("wrong", [
@@ -223,10 +223,10 @@ def test_the_default_step_is_the_public_codes():
 
 
 def test_an_attack_can_be_sent_and_compared():
-    attack = PGD(scale=Normalization((0.5,), (0.2,)))
-    attack.perturb(classifier(), attack.scale(pixels(0)[0]), pixels(0)[1])
+    attack = PGD(scale=Normalize((0.5,), (0.2,)))
+    attack.perturb(classifier(), attack.scale.apply(pixels(0)[0]), pixels(0)[1])
     assert pickle.loads(pickle.dumps(attack)) == attack
-    assert len({attack, PGD(scale=Normalization((0.5,), (0.2,))), PGD()}) == 2
+    assert len({attack, PGD(scale=Normalize((0.5,), (0.2,))), PGD()}) == 2
 
 
 def flags(model):

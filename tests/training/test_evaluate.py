@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedquilt.data import Normalization, to_examples
+from fedquilt.data import Normalize, to_examples
 from fedquilt.federation.client import SERVER, Task
 from fedquilt.structure.create import trace_structure
 from fedquilt.structure.cut import build_module
@@ -249,7 +249,7 @@ def test_robust_hits_are_those_on_inputs_that_were_attacked_through_the_whole_mi
 
 def test_an_attack_is_on_pixels_however_inputs_are_scaled():
     bases = Bases()
-    plain, scale = bases.data["test"][0], Normalization((0.4,), (0.5,))
+    plain, scale = bases.data["test"][0], Normalize((0.4,), (0.5,))
     bases.data["test"] = {0: replace(plain, scale=scale)}
     recipe = Evaluate(ensembles=((0, 1),), attack=PGD(epsilon=0.05, steps=2))
     metrics = bases.metrics(recipe, seed=2)

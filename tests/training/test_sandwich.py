@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedquilt.data import to_examples
+from fedquilt.data.pipeline import get_augmentation
+from fedquilt.data.transformed import transform_examples
 from fedquilt.federation.client import Task, derive_seed
 from fedquilt.federation.update import validate_update
 from fedquilt.structure.create import trace_structure
@@ -234,7 +236,7 @@ class Watched:
 def test_batches_are_those_of_other_recipes(net, structure, params, nets):
     """Whatever is drawn besides; augmentation too."""
     images = to_examples((torch.rand(14, 1, 5, 5), torch.arange(14) % 4))
-    images = replace(images, augment="crop-flip")
+    images = transform_examples(images, get_augmentation("crop-flip"))
     settings, asked = SETTINGS["momentum"], []
     for recipe in (Sandwich(settings, 0.1, nets), LocalSGD(settings, 0.1, local_params=HOME)):
         watched = Watched(images)

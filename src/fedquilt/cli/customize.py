@@ -117,6 +117,7 @@ def _collect_facts(
         "seed": run.seed,
         "input": {
             "shapes": [list(x.shape) for x in info.inputs],
+            "transforms": list(info.transforms),
             "scale": info.normalization and asdict(info.normalization),
         },
         "needs_batches": needs_batches(small),
@@ -155,11 +156,25 @@ def _describe(run: Run, facts: Mapping[str, Any]) -> None:
     ]
     if not facts["is_trained_size"]:
         lines.append(_describe_warning(facts, run.info.sizes))
-    if scale := facts["input"]["scale"]:
-        lines.append(f"feed it images / 255, less {scale['mean']}, over {scale['std']} per channel")
+    if steps := _describe_preprocessing(**facts["input"]):
+        lines.append(f"feed it {steps}")
     if facts["needs_batches"]:
         lines.append("feed it batches: it normalises each by itself, so not single examples")
     print_lines(make_console(), *lines)
+
+
+def _describe_preprocessing(
+    shapes: object, transforms: Sequence[str], scale: Mapping[str, Any] | None
+) -> str:
+    """What images go through before they are the model's inputs; empty if it is nothing.
+
+    >>> _describe_preprocessing([], ["Resize(size=8)"], {"mean": [0.5], "std": [0.2]})
+    'images / 255, after Resize(size=8), less [0.5], over [0.2] per channel'
+    """
+    steps = [f"after {', '.join(transforms)}"] if transforms else []
+    if scale is not None:
+        steps += [f"less {scale['mean']}", f"over {scale['std']} per channel"]
+    return ", ".join(["images / 255", *steps]) if steps else ""
 
 
 def _size(facts: Mapping[str, Any], size: float) -> str:

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from torch import Tensor, nn
 
-from fedquilt.data import Normalization
+from fedquilt.data import Normalize
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import Example, to_arguments
 
@@ -70,7 +70,8 @@ class RunInfo:
 
     What the model can be made of again: ``config`` is the settings of the command line;
     ``model_call`` and ``method_settings`` are those of a run from Python, None if only Python
-    knows them. ``normalization`` is that of the inputs.
+    knows them. ``transforms`` are those that inputs go through before ``normalization``, which is
+    that of the inputs.
     """
 
     __pydantic_config__ = ConfigDict(extra="ignore")
@@ -89,7 +90,8 @@ class RunInfo:
     config: dict[str, Any] | None = None
     model_call: ModelCall | None = None
     method_settings: dict[str, Any] | None = None
-    normalization: Normalization | None = None
+    transforms: tuple[str, ...] = ()
+    normalization: Normalize | None = None
 
     @property
     def example(self) -> Example:

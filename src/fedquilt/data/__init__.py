@@ -13,7 +13,9 @@ from fedquilt.data.partition import (
     split_dirichlet,
     split_iid,
 )
-from fedquilt.data.preprocessing import Normalization
+from fedquilt.data.pipeline import Pipeline, make_pipeline
+from fedquilt.data.transformed import TransformedExamples
+from fedquilt.data.transforms import Normalize
 from fedquilt.data.windows import Windows
 
 __all__ = [
@@ -22,12 +24,15 @@ __all__ = [
     "Dataset",
     "DatasetExamples",
     "Examples",
-    "Normalization",
+    "Normalize",
     "Partition",
+    "Pipeline",
+    "TransformedExamples",
     "Windows",
     "count_targets",
     "from_flwr",
     "load_dataset",
+    "make_pipeline",
     "parse_partition",
     "split_by_class",
     "split_by_group",

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedquilt.data.conversion import require_finite
 from fedquilt.data.dataset import MAX_CLASSES, Dataset
 from fedquilt.data.examples import Examples
-from fedquilt.data.preprocessing import Normalization
+from fedquilt.data.transforms import Normalize
 from fedquilt.errors import DataError
 
 Array: TypeAlias = npt.NDArray[np.generic]
@@ -33,18 +33,19 @@ def make_dataset(name: str, arrays: Arrays) -> Dataset:
         x_test = x_train[:0]
     y_train, y_test = (torch.from_numpy(arrays[k].astype(np.int64)) for k in ("y_train", "y_test"))
     _check_test_labels(name, y_train, y_test)
-    scale = Normalization.from_images(x_train) if x_train.dtype == torch.uint8 else None
+    scale = Normalize.from_images(x_train) if x_train.dtype == torch.uint8 else None
     crops = name in AUGMENTED and tuple(x_train.shape[1:]) == (3, 32, 32)
     groups_train, groups_test, group_names = _number_groups(name, arrays)
-    return Dataset(
+    dataset = Dataset(
         name=name,
-        train=Examples(x_train, y_train, scale, "crop-flip" if crops else "none"),
+        train=Examples(x_train, y_train, scale),
         test=Examples(x_test, y_test, scale),
         num_classes=int(y_train.max()) + 1,
         groups_train=groups_train,
         groups_test=groups_test,
         group_names=group_names,
     )
+    return dataset.with_augmentation("crop-flip") if crops else dataset
 
 
 def check_arrays(name: str, arrays: Arrays) -> None:

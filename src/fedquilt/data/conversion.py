@@ -45,6 +45,8 @@ class DatasetExamples:
     run does not depend on which worker reads the items.
     """
 
+    may_mix_sizes = True  # until a Resize, if transforms begin with one
+
     def __init__(
         self,
         dataset: torch_data.Dataset[tuple[Tensor, int]],
@@ -169,7 +171,7 @@ def _stack_inputs(inputs: Sequence[Tensor]) -> Tensor:
     if len(shapes) > 1:
         raise DataError(
             f"all inputs must have one shape, got {sorted(shapes)[0]} and {sorted(shapes)[1]}; "
-            "resize or pad them in the dataset"
+            "resize or pad them in the dataset, or begin transforms with Resize"
         )
     return torch.stack(list(inputs))
 

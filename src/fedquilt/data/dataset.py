@@ -8,10 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedquilt.data.examples import Examples
+from fedquilt.data.examples import ClientData, Examples
 from fedquilt.data.partition import take_first_rows
-from fedquilt.data.preprocessing import Normalization
-from fedquilt.data.windows import Windows
+from fedquilt.data.pipeline import (
+    Pipeline,
+    get_augmentation,
+)
+from fedquilt.data.transformed import TransformedExamples, transform_examples
+from fedquilt.data.transforms import Normalize
 from fedquilt.errors import DataError
 
 MAX_CLASSES = 100_000
@@ -40,8 +44,8 @@ class Dataset:
     """
 
     name: str
-    train: Examples | Windows
-    test: Examples | Windows
+    train: ClientData
+    test: ClientData
     num_classes: int
     groups_train: Tensor | None = None
     groups_test: Tensor | None = None
@@ -60,24 +64,38 @@ class Dataset:
         return tuple(self.example.shape[1:])
 
     @property
-    def normalization(self) -> Normalization | None:
+    def normalization(self) -> Normalize | None:
         """The normalization of the images; None if there is none."""
-        return self.train.scale if isinstance(self.train, Examples) else None
+        return getattr(self.train, "scale", None)
 
-    def with_normalization(self, scale: Normalization | None) -> Dataset:
+    @property
+    def stored_inputs(self) -> Tensor | None:
+        """The training inputs as they are stored; None if they are not in memory."""
+        data = self.train.data if isinstance(self.train, TransformedExamples) else self.train
+        return data.inputs if isinstance(data, Examples) else None
+
+    def with_normalization(self, scale: Normalize | None) -> Dataset:
         """Returns the data set with another normalization; None keeps images in [0, 1]."""
-        train, test = (replace(part, scale=scale) for part in self._get_images("normalized"))
+        self._require_images("normalized")
+        train, test = (_normalize(part, scale) for part in (self.train, self.test))
         return replace(self, train=train, test=test)
 
     def with_augmentation(self, augment: str) -> Dataset:
         """Returns the data set with another augmentation of the training images."""
-        train, _ = self._get_images("augmented")
-        return replace(self, train=replace(train, augment=augment))
+        return self.with_transforms(get_augmentation(augment))
 
-    def _get_images(self, purpose: str) -> tuple[Examples, Examples]:
-        if not isinstance(self.train, Examples) or not isinstance(self.test, Examples):
-            raise DataError(f"only images can be {purpose}, '{self.name}' is text; leave that out")
-        return self.train, self.test
+    def with_transforms(self, pipeline: Pipeline) -> Dataset:
+        """Returns the data set with images that go through a pipeline, instead of another one."""
+        self._require_images("augmented")
+        train, test = (transform_examples(part, pipeline) for part in (self.train, self.test))
+        return replace(self, train=train, test=test)
+
+    def _require_images(self, purpose: str) -> None:
+        if len(self.example.shape) != 4:
+            raise DataError(
+                f"only images can be {purpose}, '{self.name}' has inputs of shape {self.shape}; "
+                "leave that out"
+            )
 
     def take_first(self, fraction: float) -> Dataset:
         """Keeps the first ⌊fraction · n⌋ training examples of each group, or of the whole set.
@@ -92,6 +110,14 @@ class Dataset:
             train=self.train.select(rows),
             groups_train=None if groups is None else groups[rows],
         )
+
+
+def _normalize(part: ClientData, scale: Normalize | None) -> ClientData:
+    if isinstance(part, Examples):
+        return replace(part, scale=scale)
+    pipeline = part.pipeline if isinstance(part, TransformedExamples) else Pipeline()
+    data = part.data if isinstance(part, TransformedExamples) else part
+    return transform_examples(data, pipeline.with_normalization(scale))
 
 
 def label_groups(

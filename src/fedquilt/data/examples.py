@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedquilt.data.preprocessing import AUGMENTS, Normalization, convert_for_models, crop_and_flip
-from fedquilt.errors import DataError, describe_unknown
+from fedquilt.data.preprocessing import convert_for_models
+from fedquilt.data.transforms import Normalize
+from fedquilt.errors import DataError
 
 Rows: TypeAlias = Tensor | npt.NDArray[np.int64]
 
@@ -56,35 +57,27 @@ class Examples:
 
     Images become float32 in [0, 1] when they are batched, and are then normalized by ``scale``.
     Tokens in smaller integers become int64. Labels are (N,), or (N, L) with one at every position.
-    ``augment="crop-flip"`` shifts each training image by up to four pixels, fills the border with
-    zeros, and mirrors it with probability 1/2. Evaluation does not augment.
     """
 
     inputs: Tensor
     labels: Tensor
-    scale: Normalization | None = None
-    augment: str = "none"
+    scale: Normalize | None = None
 
     def __repr__(self) -> str:
         shape, dtype = tuple(self.inputs.shape[1:]), self.inputs.dtype
         return f"Examples({len(self.labels)} of shape {shape}, {dtype})"
 
     def __post_init__(self) -> None:
-        """Checks that inputs, labels, normalization and augmentation fit together."""
+        """Checks that inputs, labels and normalization fit together."""
         _check_labels(self.labels, len(self.inputs) if self.inputs.ndim else 0)
-        if self.augment not in AUGMENTS:
-            raise DataError(describe_unknown("augmentation", self.augment, AUGMENTS))
-        is_image = self.inputs.ndim == 4
-        if not is_image and (self.scale is not None or self.augment != "none"):
+        if self.scale is None:
+            return
+        if self.inputs.ndim != 4:
             raise DataError(
-                "only images (N, C, H, W) can be normalized or augmented, got shape "
-                f"{tuple(self.inputs.shape)}; use scale=None and augment='none'"
+                "only images (N, C, H, W) can be normalized, got shape "
+                f"{tuple(self.inputs.shape)}; use scale=None"
             )
-        if self.scale is not None and len(self.scale.mean) != self.inputs.shape[1]:
-            raise DataError(
-                f"the normalization has {len(self.scale.mean)} channels but the images have "
-                f"{self.inputs.shape[1]}; measure it with Normalization.from_images(inputs)"
-            )
+        self.scale.check_channels(self.inputs.shape[1])
 
     def __len__(self) -> int:
         """The number of examples."""
@@ -97,14 +90,11 @@ class Examples:
     def batch(
         self, rows: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns inputs for the model, and labels; a generator means training, None evaluation."""
+        """Returns inputs for the model, and labels, the same in training and in evaluation."""
         labels = self.labels.index_select(0, rows)
-        if self.augment == "none" and self.inputs.numel() <= CACHED_CELLS:
+        if self.inputs.numel() <= CACHED_CELLS:
             return self._prepared_inputs.index_select(0, rows), labels
-        raw = self.inputs.index_select(0, rows)
-        if self.augment == "crop-flip" and generator is not None:
-            raw = crop_and_flip(raw, generator)
-        return self._prepare(raw), labels
+        return self._prepare(self.inputs.index_select(0, rows)), labels
 
     def select(self, rows: Rows) -> Examples:
         """Copies some rows."""
@@ -127,7 +117,7 @@ class Examples:
 
     def _prepare(self, raw: Tensor) -> Tensor:
         inputs = convert_for_models(raw)
-        return inputs if self.scale is None else self.scale(inputs)
+        return inputs if self.scale is None else self.scale.apply(inputs)
 
 
 def _check_labels(labels: Tensor, num_inputs: int) -> None:

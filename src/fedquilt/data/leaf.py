@@ -25,8 +25,8 @@ from torch import Tensor
 from fedquilt.data.dataset import MAX_CLASSES, Dataset, label_groups
 from fedquilt.data.examples import Examples
 from fedquilt.data.limits import read_text
-from fedquilt.data.preprocessing import Normalization
 from fedquilt.data.text import ALPHABET, encode_characters, make_speeches, make_tweets, split_words
+from fedquilt.data.transforms import Normalize
 from fedquilt.data.windows import Windows
 from fedquilt.errors import DataError
 
@@ -116,7 +116,7 @@ def _make_leaf_dataset(name: str, train: Sequence[Path], test: Sequence[Path]) -
         return Dataset(
             name, train_set, test_set, num_tokens, groups_train, groups_test, names, num_tokens
         )
-    scale = Normalization.from_images(x_train)
+    scale = Normalize.from_images(x_train)
     return Dataset(
         name,
         Examples(x_train, y_train, scale),

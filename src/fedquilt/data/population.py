@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -21,6 +21,13 @@ from fedquilt.data.partition import (
     parse_partition,
     split_holdout_rows,
 )
+from fedquilt.data.pipeline import (
+    AnyTransform,
+    Chain,
+    Pipeline,
+    make_pipeline,
+)
+from fedquilt.data.transformed import find_common_transforms, transform_examples
 from fedquilt.data.windows import Windows
 from fedquilt.errors import DataError
 from fedquilt.federation.budgets import BudgetDistribution, assign_budgets
@@ -75,6 +82,11 @@ class Population:
         return {**splits, "validation": self.validation} if self.validation else splits
 
     @property
+    def evaluation_transforms(self) -> Chain:
+        """What all inputs go through in evaluation; empty if clients differ."""
+        return find_common_transforms((*self.train.values(), *self.test.values()))
+
+    @property
     def has_server_test(self) -> bool:
         """Whether the server has test data."""
         return SERVER in self.test
@@ -103,6 +115,9 @@ def make_clients(
     min_examples: int = 1,
     groups: Groups = (None, None),
     group_names: Sequence[str] = (),
+    transforms: Iterable[AnyTransform] | None = None,
+    test_transforms: Iterable[AnyTransform] | None = None,
+    transform_targets: bool = False,
 ) -> Population:
     """Makes the clients of a run: divides data among them, and gives them budgets.
 
@@ -127,6 +142,11 @@ def make_clients(
         groups: For the training and for the test examples the number of each one's natural client
             or domain; None for the latter: they are the server's only.
         group_names: The names of the natural clients or domains.
+        transforms: What images go through when a batch is asked for, in this order. Each is a value
+            of ``fedquilt.transforms``, its text such as ``"Resize(32)"``, or a function of one
+            image. They replace those that the data have; None: these stay.
+        test_transforms: The same for evaluation; None: those of ``transforms`` that are not random.
+        transform_targets: Whether targets are images that move with the inputs.
 
     >>> import torch, fedquilt as fq
     >>> data = (torch.rand(12, 4), torch.arange(12) % 3)
@@ -149,6 +169,11 @@ def make_clients(
     check_value("count", count, int | None)
     check_value("min_examples", min_examples, Count)
     check_value("seed", seed, Number)
+    if transforms is not None or test_transforms is not None or transform_targets:
+        pipeline = make_pipeline(
+            transforms or (), test_transforms, transform_targets=transform_targets
+        )
+        train, test = (_transform(data, pipeline) for data in (train, test))
     if _is_per_client(train):
         if holdout_clients:
             raise DataError(
@@ -164,6 +189,13 @@ def make_clients(
         names = [_find_group(divided.train_rows[i], groups[0], group_names) for i in trainers]
     own, tests = _hold_out_tests(own, tests, test_fraction, seed)
     return _make_population(own, tests, server_test, budgets, validation, names)
+
+
+def _transform(data: Any, pipeline: Pipeline) -> Any:
+    """Puts a set, or the set of each client, through a pipeline."""
+    if _is_per_client(data):
+        return [transform_examples(to_examples(own), pipeline) for own in data]
+    return None if data is None else transform_examples(to_examples(data), pipeline)
 
 
 def _take_per_client(

@@ -18,7 +18,7 @@ from flwr.app import Context
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
-from fedquilt.data import ClientData, Normalization, to_examples
+from fedquilt.data import ClientData, to_examples
 from fedquilt.data.population import Population
 from fedquilt.deploy.eligibility import find_inconsistent_clients, find_unsupported_clients
 from fedquilt.deploy.flower_cli import LOG_MARKER
@@ -74,7 +74,7 @@ def train_over_grid(
     is_resumed = config.flower.resume
     config = _restore_config(config, folder) if is_resumed else _ensure_run_name(config)
     nodes = _gather_nodes(grid, config, folder, has_own_model=model is not None)
-    held_out, normalization = _load_held_out(config, test, nodes.infos)
+    held_out = _load_held_out(config, test, nodes.infos)
     config, setup = _make_setup(config, nodes, model)
     population = _make_population(nodes.infos, held_out)
     traffic = Traffic()
@@ -98,7 +98,6 @@ def train_over_grid(
         population,
         folder,
         engine=make_engine,
-        normalization=normalization,
         is_named=model is None,
         available=lambda: nodes.seen_clients,
     )
@@ -174,20 +173,17 @@ def _make_common_context(infos: Mapping[int, NodeInfo]) -> NodeContext:
     return NodeContext(first.client, {}, first.example, num_classes, first.num_tokens)
 
 
-def _load_held_out(
-    config: Config, test: Any, infos: Mapping[int, NodeInfo]
-) -> tuple[ClientData | None, Normalization | None]:
-    """The data that the server evaluates on, and how the dataset of the settings is normalized."""
+def _load_held_out(config: Config, test: Any, infos: Mapping[int, NodeInfo]) -> ClientData | None:
+    """The data that the server evaluates on; None if it has none."""
     if test is not None:
-        return to_examples(test), None
+        return to_examples(test)
     if 2 * sum(info.has_own_data for info in infos.values()) > len(infos):
-        return None, None
+        return None
     try:
-        source = load_source(config)
+        return load_source(config).test
     except DataError as problem:
         _log(f"only clients evaluate, the server has no data: {problem}")
-        return None, None
-    return source.test, source.normalization
+        return None
 
 
 def _make_population(infos: Mapping[int, NodeInfo], held_out: ClientData | None) -> Population:

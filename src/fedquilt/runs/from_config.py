@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedquilt.customize.bundle import has_bundle, load_bundle
 from fedquilt.customize.info import ModelCall, RunInfo
-from fedquilt.data import Dataset, Normalization, load_dataset
+from fedquilt.data import Dataset, load_dataset, make_pipeline
 from fedquilt.data.population import Population
 from fedquilt.engines.worker import Timeouts
 from fedquilt.errors import CheckpointError, ConfigError, CorruptFileError, DataError
@@ -52,7 +52,6 @@ def plan_run(config: Config, source: Dataset, out: str | Path) -> RunPlan:
         out,
         engine=engine,
         faults=FaultPolicy(config.flower.quorum),
-        normalization=source.normalization,
     )
 
 
@@ -64,7 +63,6 @@ def plan_run_over(
     *,
     engine: EngineFactory,
     faults: FaultPolicy | None = None,
-    normalization: Normalization | None = None,
     is_named: bool = True,
     available: Callable[[], Collection[int]] | None = None,
 ) -> RunPlan:
@@ -82,7 +80,6 @@ def plan_run_over(
         RunSource(
             config.model_dump(mode="json") if is_named else None,
             dump_toml(config),
-            normalization,
             config.model.weights,
             config.model.weights_strict,
         ),
@@ -185,7 +182,12 @@ def require_trust(config: Config, folder: str | Path, *, trust: bool) -> None:
 
 
 def match_preprocessing(run: Run, source: Dataset) -> Dataset:
-    """The data as the run's model knows it: of its shape, normalized as it was in training."""
+    """The data as the run's model knows it: of its shape, normalized as it was in training.
+
+    Data of a run from settings went through their transforms already.
+    """
+    if run.info.config is None and run.info.transforms:
+        source = source.with_transforms(make_pipeline((), run.info.transforms))
     expected = tuple(run.setup.example.shape[1:])  # type: ignore[union-attr]
     if source.shape != expected:
         raise DataError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedquilt.customize.bundle import save_bundle
 from fedquilt.customize.info import ModelCall, RunInfo, describe_inputs
-from fedquilt.data import Normalization
+from fedquilt.data.pipeline import find_normalization, name_transforms
 from fedquilt.data.population import Population
 from fedquilt.errors import CheckpointError, ConfigError
 from fedquilt.federation.state import Setup, State
@@ -41,7 +41,6 @@ class RunSource:
 
     config: dict[str, object] | None = None
     toml: str | None = None
-    normalization: Normalization | None = None
     weights: str | Path | None = None
     is_strict: bool = True
 
@@ -191,6 +190,7 @@ class PreparedRun:
     def _describe(self, loop: TrainingLoop, state: State) -> RunInfo:
         """What is stored with the finished model."""
         setup, method, source = self.setup, self.plan.method, self.plan.source
+        chain = self.plan.population.evaluation_transforms
         info = RunInfo(
             setup.seed,
             setup.rounds,
@@ -199,7 +199,8 @@ class PreparedRun:
             describe_inputs(setup.example),
             method.exceeds_budgets(setup),
             config=source.config,
-            normalization=source.normalization,
+            transforms=name_transforms(chain),
+            normalization=find_normalization(chain),
         )
         if source.config is None:
             call = get_factory_call(self.plan.setup.model)

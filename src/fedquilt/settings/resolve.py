@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedquilt.data import Dataset, Examples, Normalization, load_dataset
+from fedquilt.data import Dataset, Normalize, Pipeline, load_dataset, make_pipeline
+from fedquilt.data.pipeline import get_augmentation
 from fedquilt.data.population import Population, make_clients
 from fedquilt.errors import ConfigError, StructureError, describe_unknown
 from fedquilt.federation.aggregation import SERVER_OPTIMIZERS, TAKE_MEAN, ServerOptimizer
@@ -102,10 +103,26 @@ def build_server_optimizer(config: Config) -> ServerOptimizer:
 def load_source(config: Config) -> Dataset:
     """Loads the data that the settings name."""
     data = config.data
+    pipeline = _parse_pipeline(data)
     source = _normalize(load_dataset(data.source), data.normalize)
     if data.fraction < 1:
         source = source.take_first(data.fraction)
-    return source if data.augment is None else source.with_augmentation(data.augment)
+    return source if pipeline is None else source.with_transforms(pipeline)
+
+
+def _parse_pipeline(data: DataSection) -> Pipeline | None:
+    """Makes the pipeline that images go through; None: as usual for the set."""
+    chains = (data.transforms, data.test_transforms)
+    if chains == (None, None) and not data.transform_targets:
+        return None if data.augment is None else get_augmentation(data.augment)
+    if data.augment is not None:
+        raise ConfigError(
+            f"data.augment is the name of a chain of transforms, got '{data.augment}' and "
+            "data.transforms; leave out one of them"
+        )
+    return make_pipeline(
+        data.transforms or (), data.test_transforms, transform_targets=data.transform_targets
+    )
 
 
 def _normalize(source: Dataset, wanted: bool | None) -> Dataset:
@@ -114,13 +131,15 @@ def _normalize(source: Dataset, wanted: bool | None) -> Dataset:
         return source
     if not wanted:
         return source.with_normalization(None)
-    inputs = source.train.inputs if isinstance(source.train, Examples) else source.example
-    if inputs.dtype != torch.uint8:
+    inputs = source.stored_inputs
+    if inputs is None or inputs.dtype != torch.uint8:
+        kind = "inputs that are not in memory" if inputs is None else inputs.dtype
         raise ConfigError(
-            f"setting 'data.normalize' is for uint8 images, '{source.name}' holds {inputs.dtype}; "
-            "leave it out, and normalize the file itself"
+            f"setting 'data.normalize' is for uint8 images, '{source.name}' holds {kind}; "
+            "leave it out, and normalize the file itself, or put Normalize(mean, std) at the end "
+            "of data.transforms"
         )
-    return source.with_normalization(Normalization.from_images(inputs))
+    return source.with_normalization(Normalize.from_images(inputs))
 
 
 def build_population(config: Config, source: Dataset) -> Population:

@@ -43,7 +43,15 @@ class DataSection(Section):
     clients: int | None = Field(None, ge=1)
     """Number of clients. Left out: 10, or all clients of a natural partition."""
     augment: str | None = None
-    """Augmentation of training images: none, flip or crop-flip. Left out: as usual for the set."""
+    """Augmentation of training images by name: none, flip, crop or crop-flip. Left out: as usual
+    for the set."""
+    transforms: tuple[str, ...] | None = None
+    """Transforms of images, in their order, such as ["Resize(32)", "HorizontalFlip()"]. Left out:
+    those of ``augment``."""
+    test_transforms: tuple[str, ...] | None = None
+    """Transforms in evaluation. Left out: those of ``transforms`` that are not random."""
+    transform_targets: bool = False
+    """Whether targets are images that are moved with the inputs."""
     normalize: bool | None = None
     """Whether images are normalized per channel. Left out: as usual for the set."""
     fraction: float = Field(1.0, gt=0, le=1)

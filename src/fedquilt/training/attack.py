@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedquilt.data import ClientData, Normalization
+from fedquilt.data import ClientData, Normalize
 from fedquilt.errors import ConfigError
 
 SLACK = 1e-3  # how far an input may be out of range by rounding, in pixel units
@@ -50,7 +50,7 @@ class PGD:
     random_start: bool = True
     low: float = 0.0
     high: float = 1.0
-    scale: Normalization | None = None  # of the inputs; None if they are pixels
+    scale: Normalize | None = None  # of the inputs; None if they are pixels
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
@@ -121,7 +121,7 @@ def _check_range(x: Tensor, lowest: Tensor, highest: Tensor, attack: PGD) -> Non
         raise ConfigError(
             f"an attack needs inputs with pixels in [{attack.low}, {attack.high}], got inputs from "
             f"{x.min().item():.3g} to {x.max().item():.3g}; give PGD the inputs' "
-            "scale=Normalization(mean, std), or their low and high"
+            "scale=Normalize(mean, std), or their low and high"
         )
 
 

@@ -1,0 +1,152 @@
+"""Examples whose images go through a pipeline of transforms whenever a batch is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedquilt.data.examples import ClientData, ConcatExamples, Examples, Rows
+from fedquilt.data.pipeline import Chain, PerImage, Pipeline
+from fedquilt.data.transforms import Normalize, Resize, Transform
+from fedquilt.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class TransformedExamples:
+    """Examples whose images go through a pipeline when a batch is asked for.
+
+    Nothing is copied and nothing computed before. Made by ``transform_examples``.
+    """
+
+    data: ClientData
+    pipeline: Pipeline
+
+    def __len__(self) -> int:
+        """The number of examples."""
+        return len(self.data)
+
+    @property
+    def labels(self) -> Tensor:
+        """The label of every example."""
+        return self.data.labels
+
+    @property
+    def label_set(self) -> tuple[int, ...]:
+        """The labels present, in order."""
+        return self.data.label_set
+
+    @property
+    def scale(self) -> Normalize | None:
+        """The normalization; None if there is none."""
+        return self.pipeline.normalization
+
+    def batch(
+        self, rows: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns transformed inputs, and targets; a generator means training, None evaluation."""
+        chain = self.pipeline.get_chain(generator)
+        if len(rows) > 1 and _may_mix_sizes(self.data) and chain and isinstance(chain[0], Resize):
+            parts = (self.data.batch(rows[i : i + 1], generator) for i in range(len(rows)))
+            resized = [self._transform(part, chain[:1], generator) for part in parts]
+            inputs, targets = (torch.cat(tensors) for tensors in zip(*resized, strict=True))
+            return self._transform((inputs, targets), chain[1:], generator)
+        return self._transform(self.data.batch(rows, generator), chain, generator)
+
+    def select(self, rows: Rows) -> TransformedExamples:
+        """Selects some rows."""
+        return replace(self, data=self.data.select(rows))
+
+    def _transform(
+        self, batch: tuple[Tensor, Tensor], chain: Chain, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        images, targets = batch
+        moves_targets = self.pipeline.transform_targets
+        for transform in chain:
+            drawn = None
+            if generator is not None and transform.is_random:
+                drawn = transform.draw(images, generator)
+            if moves_targets and transform.is_geometric:
+                targets = _move_targets(transform, targets, drawn)
+            images = transform.apply(images, drawn)
+        return images, targets
+
+
+def transform_examples(data: ClientData, pipeline: Pipeline) -> TransformedExamples:
+    """Puts examples through a pipeline; the first one is tried, so that errors come at once.
+
+    A pipeline without a normalization keeps the one that the examples have. Examples that have a
+    pipeline get this one instead.
+    """
+    scale = getattr(data, "scale", None)
+    if isinstance(data, TransformedExamples):
+        data = data.data
+    elif isinstance(data, Examples):
+        data = replace(data, scale=None)
+    if pipeline.normalization is None and scale is not None:
+        pipeline = pipeline.with_normalization(scale)
+    transformed = TransformedExamples(data, pipeline)
+    if len(data):
+        first = torch.zeros(1, dtype=torch.int64)
+        _check_images(*data.batch(first), pipeline)
+        for generator in (None, torch.Generator()):
+            transformed.batch(first, generator)
+    return transformed
+
+
+def list_evaluation_transforms(data: ClientData) -> Chain:
+    """Lists what inputs of these examples went through in evaluation, after conversion."""
+    if isinstance(data, TransformedExamples):
+        return data.pipeline.evaluation
+    if isinstance(data, ConcatExamples):
+        return find_common_transforms(data.parts)
+    scale = getattr(data, "scale", None)
+    return () if scale is None else (scale,)
+
+
+def find_common_transforms(parts: Iterable[ClientData]) -> Chain:
+    """Finds what inputs of all of these examples went through; empty if they differ."""
+    chains = set(map(list_evaluation_transforms, parts))
+    return chains.pop() if len(chains) == 1 else ()
+
+
+def _may_mix_sizes(data: ClientData) -> bool:
+    return bool(getattr(data, "may_mix_sizes", False))
+
+
+def _check_images(images: Tensor, targets: Tensor, pipeline: Pipeline) -> None:
+    """Checks that there are images to transform, and what is said of their targets."""
+    if images.ndim != 4 or not images.is_floating_point():
+        raise DataError(
+            "only images (N, C, H, W) can be normalized or augmented, got "
+            f"{images.dtype} of shape {tuple(images.shape)}; leave out the transforms"
+        )
+    moving = [t for t in (*pipeline.training, *pipeline.evaluation) if t.is_geometric]
+    are_images = targets.ndim >= 3 and targets.shape[-2:] == images.shape[-2:]
+    if pipeline.transform_targets and not are_images:
+        raise DataError(
+            "transform_targets is for targets that are images of the size of the inputs, got "
+            f"targets of shape {tuple(targets.shape[1:])}; leave it out"
+        )
+    if not are_images or not moving:
+        return
+    if not pipeline.transform_targets:
+        raise DataError(
+            f"targets are images of shape {tuple(targets.shape[1:])}, and {moving[0]!r} moves the "
+            "pixels of the inputs; set transform_targets, so that targets move with them"
+        )
+    own = [t for t in moving if isinstance(t, PerImage)]
+    if own:
+        raise DataError(
+            f"a function of one image cannot move targets too, got {own[0]!r}; write it as a "
+            "class that inherits from fedquilt.transforms.Transform"
+        )
+
+
+def _move_targets(transform: Transform, targets: Tensor, drawn: Tensor | None) -> Tensor:
+    """Moves target images (N, H, W) or (N, C, H, W) as the inputs are moved."""
+    if targets.ndim == 3:
+        return transform.apply(targets.unsqueeze(1), drawn, is_target=True).squeeze(1)
+    return transform.apply(targets, drawn, is_target=True)
