@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fedquilt.data import ClientData, Dataset, count_targets, load_dataset, to_examples
 from fedquilt.data.population import Population
+from fedquilt.data.transformed import transform_examples
 from fedquilt.deploy.device_profile import find_affordable_width
 from fedquilt.deploy.node_config import NodeConfig, Value, parse_budget
 from fedquilt.errors import ConfigError
@@ -34,6 +35,7 @@ from fedquilt.settings.resolve import (
     fit_model_to_data,
     load_source,
     make_example,
+    parse_pipeline,
 )
 from fedquilt.settings.schema import Config
 from fedquilt.settings.toml import parse_value
@@ -91,7 +93,7 @@ def make_node_context(
         )
     if load_data is None and "data" not in node:
         return _make_partition_context(config, number)
-    return _make_own_data_context(number, node, load_data)
+    return _make_own_data_context(config, number, node, load_data)
 
 
 def _make_partition_context(config: Config, number: int) -> NodeContext:
@@ -118,7 +120,7 @@ def _load_population(settings: str) -> tuple[Dataset, Population]:
 
 
 def _make_own_data_context(
-    number: int, node: NodeConfig, load_data: DataFactory | None
+    config: Config, number: int, node: NodeConfig, load_data: DataFactory | None
 ) -> NodeContext:
     """The context of a node with its own data."""
     train: ClientData
@@ -131,6 +133,10 @@ def _make_own_data_context(
         loaded = load_data(node)
         first, second = loaded if _is_pair_of_datasets(loaded) else (loaded, None)
         train, test = to_examples(first), None if second is None else to_examples(second)
+    pipeline = parse_pipeline(config.data)
+    if pipeline is not None:
+        train = transform_examples(train, pipeline)
+        test = None if test is None else transform_examples(test, pipeline)
     if not len(train):
         raise ConfigError(f"client {number} has no training data; start its node with some")
     x, _ = train.batch(torch.zeros(1, dtype=torch.int64))

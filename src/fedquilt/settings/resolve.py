@@ -103,14 +103,14 @@ def build_server_optimizer(config: Config) -> ServerOptimizer:
 def load_source(config: Config) -> Dataset:
     """Loads the data that the settings name."""
     data = config.data
-    pipeline = _parse_pipeline(data)
+    pipeline = parse_pipeline(data)
     source = _normalize(load_dataset(data.source), data.normalize)
     if data.fraction < 1:
         source = source.take_first(data.fraction)
     return source if pipeline is None else source.with_transforms(pipeline)
 
 
-def _parse_pipeline(data: DataSection) -> Pipeline | None:
+def parse_pipeline(data: DataSection) -> Pipeline | None:
     """Makes the pipeline that images go through; None: as usual for the set."""
     chains = (data.transforms, data.test_transforms)
     if chains == (None, None) and not data.transform_targets:
