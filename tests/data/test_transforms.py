@@ -319,6 +319,20 @@ def test_a_chain_is_its_transforms_one_after_another():
     assert data.batch(torch.tensor([3, 0]), seeded(5))[0].equal(expected)
 
 
+@pytest.mark.parametrize(
+    ("chains", "is_fixed"),
+    [
+        ((["Resize(4)"], None), True),
+        ((["Resize(4)"], ["Resize(4, 'nearest')"]), False),
+        ((["HorizontalFlip"], None), False),
+        (([abs], [abs]), False),
+    ],
+)
+def test_batches_are_fixed_if_nothing_is_drawn_and_training_is_as_evaluation(chains, is_fixed):
+    data = to_examples((images(3), torch.arange(3)))
+    assert transform_examples(data, make_pipeline(*chains)).has_fixed_batches == is_fixed
+
+
 def test_a_name_and_its_chain_are_the_same_and_only_one_may_be_given():
     from fedquilt.settings.load import load_config
     from fedquilt.settings.resolve import load_source

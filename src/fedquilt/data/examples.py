@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,8 @@ class Examples:
     labels: Tensor
     scale: Normalize | None = None
 
+    has_fixed_batches: ClassVar[bool] = True  # the same rows of all examples: nothing is drawn
+
     def __repr__(self) -> str:
         shape, dtype = tuple(self.inputs.shape[1:]), self.inputs.dtype
         return f"Examples({len(self.labels)} of shape {shape}, {dtype})"
@@ -100,11 +102,6 @@ class Examples:
         """Copies some rows."""
         rows = torch.as_tensor(rows)
         return replace(self, inputs=self.inputs[rows], labels=self.labels[rows])
-
-    @property
-    def has_fixed_batches(self) -> bool:
-        """Whether a batch is always the same rows of all examples: nothing is drawn."""
-        return self.augment == "none"
 
     @cached_property
     def label_set(self) -> tuple[int, ...]:

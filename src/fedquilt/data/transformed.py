@@ -43,6 +43,13 @@ class TransformedExamples:
         """The normalization; None if there is none."""
         return self.pipeline.normalization
 
+    @property
+    def has_fixed_batches(self) -> bool:
+        """Whether a batch is always the same rows of all examples: nothing is drawn."""
+        chain = self.pipeline.training
+        is_fixed = chain == self.pipeline.evaluation and not any(t.is_random for t in chain)
+        return is_fixed and getattr(self.data, "has_fixed_batches", False)
+
     def batch(
         self, rows: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
