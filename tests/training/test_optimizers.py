@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Task
 from fedquilt.structure.create import trace_structure
+from fedquilt.structure.cut import index_cells, view_cells
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.loop import iterate_batches
 from fedquilt.training.objectives import CrossEntropy
 from fedquilt.training.optimizer_settings import is_elementwise
+from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import make_optimizer
 from fedquilt.training.settings import LocalTraining, LoopSettings
 from fedquilt.training.torch_optimizers import KNOWN, OPTIMIZERS, REFUSED, TorchOptimizer
@@ -294,3 +296,88 @@ def test_what_is_left_out_is_the_default_of_the_optimizer():
     given = LocalTraining(lr=0.01, optimizer="adamw")
     assert given.lr == 0.01  # as was said, though it is the default of SGD
     assert LocalTraining(optimizer=TorchOptimizer("adam")) == LocalTraining(optimizer="Adam")
+
+
+def run_twice(context: ClientContext, settings: LocalTraining, params: Any) -> Any:
+    """Two rounds of one client, the second on what the first has trained, and what it keeps."""
+    state: Any = None
+    for seed in (SEED, SEED + 1):
+        recipe = LocalSGD(settings, lr=settings.lr)
+        task = Task(0, (Subnet(),), params, recipe, seed)
+        result = recipe.run(task, context.for_client(state))
+        (params,), state = result.update.params, result.state
+    return dict(params), state
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_state_that_is_kept_is_as_if_the_optimizer_had_not_stopped(name, context, params):
+    settings = LocalTraining(optimizer=name, epochs=1, batch_size=5, max_grad_norm=None)
+    kept, _ = run_twice(context, replace(settings, keep_optimizer_state=True), params)
+    fresh, state = run_twice(context, settings, params)
+    assert state is None
+    net = copy.deepcopy(context.module(Subnet(), params)).train()
+    optimizer = make_optimizer(net.parameters(), settings.optimizer_at(settings.lr))
+    for seed in (SEED, SEED + 1):
+        generator = torch.Generator().manual_seed(seed)
+        examples = context.examples("train", 0)
+        for rows in iterate_batches(len(examples), settings.batch_size, generator):
+            x, y = examples.batch(rows, generator)
+            optimizer.step(F.cross_entropy(net(x), y))
+    assert_same_bits(kept, {name: t.detach() for name, t in net.state_dict().items()})
+    assert not fresh["second.weight"].equal(kept["second.weight"])
+
+
+class Recorder:
+    """Stands for an optimizer: remembers what it is given."""
+
+    def __init__(self, tensors: list[dict[str, Tensor]] | None = None) -> None:
+        self.tensors = tensors or []
+
+    def state(self) -> list[dict[str, Tensor]]:
+        return self.tensors
+
+    def load_state(self, state: Any) -> None:
+        self.tensors = list(state)
+
+
+def keep_between(
+    context: ClientContext, last: Subnet, now: Subnet, name: str, **more: Tensor
+) -> Any:
+    """What an optimizer of one weight gets now, if it had the weight's own positions before."""
+    shape = context.structure.shapes[name]
+    cells = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    where = index_cells(context.structure, last)[name]
+    before = {"mean": view_cells(cells, where).clone(), "step": torch.tensor(7.0), **more}
+    memory = OptimizerMemory(context.for_client({}), is_kept=True)
+    memory.attach(Recorder([before]), [(name, last)])  # loading empties it
+    memory._optimizers[0][0].tensors = [before]
+    state = memory.add_to(None)
+    again, optimizer = OptimizerMemory(context.for_client(state), is_kept=True), Recorder()
+    again.attach(optimizer, [(name, now)])
+    return optimizer.tensors[0], view_cells(cells, index_cells(context.structure, now)[name])
+
+
+def test_a_narrower_subnet_takes_its_cells_of_the_state(context):
+    wide, narrow = context.structure.subnet(0.8), context.structure.subnet(0.4)
+    for name in ("first.weight", "second.weight", "norm.bias", "classifier.bias"):
+        found, expected = keep_between(context, wide, narrow, name)
+        assert found["mean"].equal(expected), name
+        assert found["step"] == 7
+
+
+def test_a_tensor_with_cells_that_were_not_trained_last_starts_fresh(context):
+    narrow, wide = context.structure.subnet(0.4), context.structure.subnet(0.8)
+    others = Subnet.from_channels({"first": [4, 5], "second": range(4, 8)})
+    for now in (wide, others, Subnet()):
+        assert keep_between(context, narrow, now, "second.weight")[0] == {}
+        kept, _ = keep_between(context, narrow, now, "classifier.bias")  # all of its cells
+        assert kept["step"] == 7
+
+
+def test_a_state_that_is_not_cell_by_cell_is_kept_for_the_same_subnet_alone(context):
+    wide, narrow = context.structure.subnet(0.8), context.structure.subnet(0.4)
+    rows = {"rows": torch.ones(3)}
+    assert keep_between(context, wide, wide, "second.weight", **rows)[0]["rows"].equal(
+        torch.ones(3)
+    )
+    assert keep_between(context, wide, narrow, "second.weight", **rows)[0] == {}

@@ -32,10 +32,10 @@ from fedquilt.training.feddyn import (
     FedDynTraining,
     compute_server_model,
     compute_trained_fractions,
-    trainable_weights,
     update_drift,
 )
 from fedquilt.training.local_sgd import LocalSGD
+from fedquilt.training.optimizers import trainable_weights
 from fedquilt.training.settings import LocalTraining
 
 

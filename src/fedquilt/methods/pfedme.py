@@ -74,7 +74,11 @@ class PFedMe(BaseMethod):
         for name in ("attraction", "beta"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is above 0, got {getattr(self, name)}")
-
+        if self.local_training.accumulate > 1:
+            raise ConfigError(
+                "pFedMe solves its inner problem on every batch, so there is nothing to accumulate "
+                f"over batches, got accumulate = {self.local_training.accumulate}; raise batch_size"
+            )
         if self.beta != 1:
             self.refuse_server_optimizer("beta is the server's learning rate of pFedMe")
 

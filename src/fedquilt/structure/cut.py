@@ -64,7 +64,10 @@ def _compute_positions(axis: Axis, kept: tuple[tuple[str, int], ...]) -> Index:
 def index_cells_within(
     structure: Structure, wide: Subnet, narrow: Subnet
 ) -> Mapping[str, tuple[Index, ...]]:
-    """Where the cells of a narrower subnet lie in the tensors of a wider one."""
+    """Where the cells of a narrower subnet lie in the tensors of a wider one.
+
+    Of a subnet that is not narrower, those cells that the other one has.
+    """
     return {
         name: tuple(
             _compute_positions_within(axis, size, wide, narrow)
@@ -80,6 +83,8 @@ def _compute_positions_within(axis: Axis | None, size: int, wide: Subnet, narrow
     if inside.all():
         return WHOLE
     positions = inside.nonzero().flatten()
+    if not len(positions):
+        return slice(0, 0)
     first, last = int(positions[0]), int(positions[-1])
     return slice(first, last + 1) if last - first + 1 == len(positions) else positions
 

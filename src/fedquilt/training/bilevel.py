@@ -6,7 +6,7 @@ subnet, λ -> weight of the regularizer, ε -> softness, b -> importance, ω -> 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -26,7 +26,8 @@ from fedquilt.training.context import ClientContext
 from fedquilt.training.gating import Gates, gate_module
 from fedquilt.training.loop import Batch, iterate_batches, run_epochs, split_evenly
 from fedquilt.training.losses import cross_entropy
-from fedquilt.training.optimizers import WeightOptimizer, make_optimizer
+from fedquilt.training.optimizer_state import OptimizerMemory
+from fedquilt.training.optimizers import WeightOptimizer, make_optimizer, trainable_weights
 from fedquilt.training.relevance import compute_relevance
 from fedquilt.training.sampling import label_divergence, sample_gates
 from fedquilt.training.settings import LocalTraining
@@ -87,25 +88,40 @@ class Bilevel:
         kept = context.client_state.get(SHARES) if self.persistent else None
         new = torch.full((len(self.groups),), self.keep_fraction, device=context.device)
         shares = new if kept is None else kept.clone()
+        validation, training = self._split_rows(len(data), task.seed)
+        settings = self.local_training.optimizer_at(self.lr, len(training))
+        optimizer = make_optimizer(module.parameters(), settings)
+        memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer_state)
+        memory.attach(optimizer, ((name, whole) for name in trainable_weights(module)))
         with gate_module(module, context.structure, self.groups) as gates:
-            local = _BilevelTrainer(self, module, context.structure, gates, shares)
-            loss, examples = local.train(data, task.seed, context)
+            local = _BilevelTrainer(self, module, context.structure, gates, shares, optimizer)
+            loss = local.train(data, validation, training, task.seed, context.report_progress)
             if not bool(torch.isfinite(shares).all()):
                 raise TrainingError("its shares are not finite any more; its training diverged")
             subnet = local.choose_subnet()
-        metrics = {"loss": loss, "examples": examples, "share": float(shares.mean())}
+        metrics = {"loss": loss, "examples": len(training), "share": float(shares.mean())}
         sent = Subnet(subnet.kept, excluded=whole.excluded)
         tensors = context.tensors(module, sent, whole)
         weight = float(len(data)) if self.by_examples else 1.0
         update = Update(task.client, (sent,), (tensors,), weight, metrics)
         state = {**context.client_state, SHARES: shares} if self.persistent else None
-        return ClientResult(update, state)
+        return ClientResult(update, memory.add_to(state))
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be: any part of the net."""
         weight = float(client.num_examples) if self.by_examples else 1.0
         metrics = training_metrics(client.num_examples, share=MetricSpec(high=1.0))
         return ReplySpec(task.subnets, weight, metrics, is_chosen=True)
+
+    def _split_rows(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Rows to train the shares on, two or more, and rows to train the weights on.
+
+        A single example serves for both.
+        """
+        generator = torch.Generator().manual_seed(derive_seed(seed, 2))
+        order = torch.randperm(count, generator=generator)
+        num_validation = max(min(2, count - 1), 1, round(self.validation * count))
+        return order[:num_validation], order[num_validation:] if count > 1 else order
 
     def penalty(self, data: ClientData, num_classes: int) -> float:
         """λ: as given, or by how far the client's labels are from uniform (Sec. 4.1.4)."""
@@ -125,23 +141,27 @@ class _BilevelTrainer:
         structure: Structure,
         gates: Gates,
         shares: Tensor,
+        optimizer: WeightOptimizer,
     ) -> None:
         self._settings, self._module, self._structure = settings, module, structure
-        self._gates, self._shares = gates, shares
+        self._gates, self._shares, self._optimizer = gates, shares, optimizer
         self._norms = read_norm_scales(module, structure, settings.groups)
         self._relevance: Mapping[str, Tensor] | None = None
         if settings.importance == "slimming":
             gates.wants_activity = frozenset(g for g in settings.groups if not self._norms[g])
 
-    def train(self, data: ClientData, seed: int, context: ClientContext) -> tuple[float, int]:
-        """Epochs of both steps in turn; the mean loss of the last, and the examples trained on."""
-        validation, training = self._split_rows(
-            len(data), torch.Generator().manual_seed(derive_seed(seed, 2))
-        )
-        optimizer = make_optimizer(
-            self._module.parameters(),
-            self._settings.local_training.optimizer_at(self._settings.lr, len(training)),
-        )
+    def train(
+        self,
+        data: ClientData,
+        validation: Tensor,
+        training: Tensor,
+        seed: int,
+        report_progress: Callable[[float], None],
+    ) -> float:
+        """Epochs of both steps in turn, the shares on some rows and the weights on others.
+
+        Returns the mean loss of the last epoch.
+        """
         noise = torch.Generator().manual_seed(derive_seed(seed, 1))
         classes = self._structure.classes
         num_classes = self._structure.groups[classes].size if classes else 1
@@ -161,20 +181,20 @@ class _BilevelTrainer:
             self._step_shares(data, next(validation_batches), strength, noise)
 
         def step_weights(batch: Batch, generator: torch.Generator) -> Tensor:
-            return self._step_weights(optimizer, batch, noise)
+            return self._step_weights(batch, noise)
 
         loss = run_epochs(
             data,
             step_weights,
             loop,
             seed,
-            context.report_progress,
+            report_progress,
             rows=training,
             before_epoch=before_epoch,
             before_batch=step_shares,
         )
         self._measure_relevance(data, validation)
-        return loss, len(training)
+        return loss
 
     def _measure_relevance(self, data: ClientData, rows: Tensor) -> None:
         """Relevance of the whole net's channels, if channels matter by it."""
@@ -190,15 +210,6 @@ class _BilevelTrainer:
             sums = {g: total + relevance[g] for g, total in sums.items()}
         self._relevance = {g: divide_by_mean(total) for g, total in sums.items()}
 
-    def _split_rows(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Rows to train the shares on, two or more, and rows to train the weights on.
-
-        A single example serves for both.
-        """
-        order = torch.randperm(count, generator=generator)
-        num_validation = max(min(2, count - 1), 1, round(self._settings.validation * count))
-        return order[:num_validation], order[num_validation:] if count > 1 else order
-
     def _step_shares(
         self, data: ClientData, rows: Tensor, strength: float, noise: torch.Generator
     ) -> None:
@@ -211,15 +222,13 @@ class _BilevelTrainer:
         self._shares -= self._settings.keep_lr * gradient
         self._shares.clamp_(self._settings.min_fraction, 1.0)
 
-    def _step_weights(
-        self, optimizer: WeightOptimizer, batch: Batch, noise: torch.Generator
-    ) -> Tensor:
+    def _step_weights(self, batch: Batch, noise: torch.Generator) -> Tensor:
         """Line 14: w descends on L_train, through a subnet that is drawn."""
         with torch.no_grad():
             self._draw_gates(self._shares, noise)
         x, y = batch
         loss = cross_entropy(self._module(x), y)
-        optimizer.step(loss)
+        self._optimizer.step(loss)
         return loss.detach()
 
     def _draw_gates(self, shares: Tensor, noise: torch.Generator) -> None:

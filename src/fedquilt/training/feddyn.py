@@ -26,6 +26,7 @@ from fedquilt.training.context import ClientContext
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.loop import Batch
 from fedquilt.training.objectives import Objective
+from fedquilt.training.optimizers import trainable_weights
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,6 @@ class RegularizedObjective:
             total = total - (self.pull[name] * weights[name]).sum()
             total = total + self.alpha / 2 * away.square().sum()
         return total
-
-
-def trainable_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights that training moves; statistics are only averaged."""
-    return {n: w for n, w in module.named_parameters() if w.requires_grad}
 
 
 def compute_server_model(mean: Params, drift: Params, alpha: float) -> dict[str, Tensor]:

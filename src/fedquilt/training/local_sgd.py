@@ -14,6 +14,8 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
 from fedquilt.training.loop import run_epochs
 from fedquilt.training.objectives import CrossEntropy, Objective, bind_examples
+from fedquilt.training.optimizer_state import OptimizerMemory
+from fedquilt.training.optimizers import trainable_weights
 from fedquilt.training.scaler import scale_outputs
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.tokens import Seen, map_tokens_to_groups, record_tokens
@@ -25,7 +27,7 @@ class LocalSGD:
     """The recipe: train the task's subnets on the client's data, send them back.
 
     Several subnets are trained side by side on the same batches, each by its own loss. The
-    optimizer is new each time, so momentum does not survive a round.
+    optimizer is new each time, unless its state is kept.
 
     Args:
         local_training: Optimizer, epochs and batches.
@@ -72,15 +74,21 @@ class LocalSGD:
             for module in modules if self.scale else ():
                 stack.enter_context(scale_outputs(module, context.structure))
             seen = [stack.enter_context(record_tokens(m)) for m in modules if self.own_rows]
+            settings = self.local_training
             trainer = make_trainer(
                 modules,
-                self.local_training.optimizer_at(self.lr, len(examples)),
+                settings.optimizer_at(self.lr, len(examples)),
                 bind_examples(self.objective, examples),
                 self.labels if self.masked else None,
-                stacked=self.stacked,
+                stacked=self.stacked and not settings.keep_optimizer_state,
             )
-            loop = self.local_training.loop
-            loss = run_epochs(examples, trainer.step, loop, task.seed, context.report_progress)
+            memory = OptimizerMemory(context, is_kept=settings.keep_optimizer_state)
+            nets = zip(trainer.optimizers, modules, task.subnets, strict=not self.stacked)
+            for optimizer, module, subnet in nets:
+                memory.attach(optimizer, ((name, subnet) for name in trainable_weights(module)))
+            loss = run_epochs(
+                examples, trainer.step, settings.loop, task.seed, context.report_progress
+            )
             trainer.finish()
         own = [self._find_own_rows(context.structure, rows) for rows in seen] or [{}] * len(modules)
         sent = tuple(map(self._select_sent, task.subnets, own))
@@ -92,7 +100,7 @@ class LocalSGD:
             {"loss": loss, "examples": len(examples)},
         )
         state = context.next_client_state(modules, task.subnets, self.local_params)
-        return ClientResult(update, state)
+        return ClientResult(update, memory.add_to(state))
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be."""

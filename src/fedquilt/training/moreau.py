@@ -17,11 +17,11 @@ from fedquilt.federation.client import PERSONAL, Client, ClientResult, Task, Upd
 from fedquilt.federation.validation import ReplySpec, training_metrics
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
-from fedquilt.training.feddyn import trainable_weights
 from fedquilt.training.loop import Batch, run_epochs
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.optimizer_settings import SGDSettings
-from fedquilt.training.optimizers import make_optimizer
+from fedquilt.training.optimizer_state import OptimizerMemory
+from fedquilt.training.optimizers import make_optimizer, trainable_weights
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.sgd import SGDStep
 
@@ -55,6 +55,8 @@ class Moreau:
         examples = context.examples("train", task.client)
         module = context.module(subnet, task.params).train()
         near = _MoreauStep(module, self, len(examples))
+        memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer_state)
+        memory.attach(near.optimizer, ((name, subnet) for name in near.sent))
         loop = self.local_training.loop
         loss = run_epochs(examples, near.step, loop, task.seed, context.report_progress)
         own = context.tensors(module, subnet, subnet)
@@ -62,7 +64,7 @@ class Moreau:
         sent = {**own, **{name: w.detach() for name, w in near.sent.items()}}
         metrics = {"loss": loss, "examples": len(examples)}
         update = Update(task.client, task.subnets, (sent,), 1.0, metrics)
-        return ClientResult(update, state, local_model=(task.subnets, (own,)))
+        return ClientResult(update, memory.add_to(state), local_model=(task.subnets, (own,)))
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be."""
@@ -84,7 +86,7 @@ class _MoreauStep:
         self.sent = {n: w.detach().clone().requires_grad_() for n, w in weights.items()}
         self._inner = SGDStep(self._weights, SGDSettings(settings.personal_lr))
         outer = settings.local_training.optimizer_at(settings.lr, num_examples)
-        self._outer = make_optimizer(self.sent.values(), outer)
+        self.optimizer = make_optimizer(self.sent.values(), outer)
 
     def step(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """K steps of θ, and one of w; the loss before the last step of θ."""
@@ -97,7 +99,7 @@ class _MoreauStep:
             self._inner.apply_gradients(
                 [pull if slope is None else pull.add_(slope) for slope, pull in pairs]
             )
-        self._outer.apply_gradients(self._distance(-attraction))
+        self.optimizer.apply_gradients(self._distance(-attraction))
         return loss.detach()
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -35,6 +35,23 @@ class WeightOptimizer(Protocol):
     def apply_gradients(self, gradients: Gradients) -> None:
         """One step along the gradients of a batch, which are left as they are."""
         ...
+
+    def state(self) -> list[dict[str, Tensor]]:
+        """What the optimizer remembers of each weight that moves, copied."""
+        ...
+
+    def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
+        """Goes on from what ``state`` gave, in the order of the weights; empty: nothing yet."""
+        ...
+
+
+def trainable_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights that training moves, in the order of an optimizer; statistics are only averaged.
+
+    >>> list(trainable_weights(nn.BatchNorm1d(2)))
+    ['weight', 'bias']
+    """
+    return {n: w for n, w in module.named_parameters() if w.requires_grad}
 
 
 def make_optimizer(
@@ -100,6 +117,20 @@ class _TorchStep:
         scale = (max_norm / (nn.utils.get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
         return [gradient * scale for gradient in gradients]
 
+    def state(self) -> list[dict[str, Tensor]]:
+        return [
+            {key: _copy_state(key, value) for key, value in self._optimizer.state[weight].items()}
+            for weight in self._weights
+        ]
+
+    def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
+        for weight, tensors in zip(self._weights, state, strict=True):
+            if tensors:
+                self._optimizer.state[weight] = {
+                    key: value.clone().to(weight.device) if value.ndim else value.clone()
+                    for key, value in tensors.items()
+                }
+
     def scale_lr(self, factor: float) -> None:
         """Makes learning rates ``factor`` times those of the settings, from the next step on."""
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
@@ -125,6 +156,15 @@ def _build(settings: TorchSettings, weights: list[Tensor]) -> torch.optim.Optimi
     return optimizer
 
 
+def _copy_state(key: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"the state of an optimizer is kept if it is tensors, its '{key}' is "
+            f"{type(value).__name__}; leave out keep_optimizer_state"
+        )
+    return value.detach().to("cpu", copy=True)
+
+
 def _lay_out(gradient: Tensor, weight: Tensor) -> Tensor:
     """The gradient in the memory layout of its weight, as ``backward`` has it: sums round alike."""
     if gradient.stride() == weight.stride():
@@ -148,6 +188,12 @@ class _StepwiseOptimizer:
 
     def compute_gradients(self, loss: Tensor) -> Gradients:
         return self._inner.compute_gradients(loss)
+
+    def state(self) -> list[dict[str, Tensor]]:
+        return self._inner.state()
+
+    def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
+        self._inner.load_state(state)
 
     @torch.no_grad()
     def apply_gradients(self, gradients: Gradients) -> None:

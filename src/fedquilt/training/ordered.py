@@ -48,13 +48,13 @@ class OrderedDropout:
             trained.update(by_width)
             return [by_width.get(number) for number in range(len(nets))]
 
-        nets, metrics = train_nested(task, context, self.local_training, self.lr, losses)
+        nets, metrics, state = train_nested(task, context, self.local_training, self.lr, losses)
         sent = tuple(
             subnet if number in trained else subnet.excluding(*subnet.private)
             for number, subnet in enumerate(task.subnets)
         )
         tensors = tuple(map(context.tensors, nets, sent, task.subnets))
-        return ClientResult(Update(task.client, sent, tensors, self.weight, metrics))
+        return ClientResult(Update(task.client, sent, tensors, self.weight, metrics), state)
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be."""

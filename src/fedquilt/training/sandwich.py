@@ -19,6 +19,7 @@ from fedquilt.training.context import ClientContext
 from fedquilt.training.loop import Batch, run_epochs
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.optimizer_settings import OptimizerSettings
+from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import make_optimizer
 from fedquilt.training.ordered import distillation_loss
 from fedquilt.training.settings import LocalTraining
@@ -60,6 +61,8 @@ class Sandwich:
         examples, loop = context.examples("train", task.client), self.local_training.loop
         settings = self.local_training.optimizer_at(self.lr, len(examples))
         net = _SandwichStep(model, structure, own, settings)
+        memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer_state)
+        memory.attach(net.optimizer, ((name, Subnet()) for name in net.moved))
         draws = torch.Generator().manual_seed(derive_seed(task.seed, 1))  # leaves the batches as is
 
         def step(batch: Batch, generator: torch.Generator) -> Tensor:
@@ -68,7 +71,8 @@ class Sandwich:
         loss = run_epochs(examples, step, loop, task.seed, context.report_progress)
         tensors = {n: own[n].detach() for n in context.structure.tensor_names(sent)}
         metrics = {"loss": loss, "examples": len(examples)}
-        return ClientResult(Update(task.client, (sent,), (tensors,), self.weight, metrics))
+        update = Update(task.client, (sent,), (tensors,), self.weight, metrics)
+        return ClientResult(update, memory.add_to(None))
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be."""
@@ -95,8 +99,8 @@ class _SandwichStep:
         self._net = ResizableModule(model, structure, own)
         self._net.module.train()
         self._own = own
-        weights = [own[n].requires_grad_() for n in self._current_weights()]
-        self._optimizer = make_optimizer(weights, settings)
+        self.moved = list(self._current_weights())
+        self.optimizer = make_optimizer([own[n].requires_grad_() for n in self.moved], settings)
 
     @torch.no_grad()
     def step(self, batch: Batch, narrower: Iterator[Subnet]) -> Tensor:
@@ -115,7 +119,7 @@ class _SandwichStep:
                 if gradient is not None:
                     where = self._net.index_of(name)
                     sums[name] = add_at(sums[name], self._own[name], where, gradient)
-        self._optimizer.apply_gradients(list(sums.values()))
+        self.optimizer.apply_gradients(list(sums.values()))
         return loss.detach()
 
     def _current_weights(self) -> dict[str, Tensor]:

@@ -94,7 +94,7 @@ class LocalTraining:
     Args:
         lr: Learning rate of the first round. Left out for another optimizer than SGD: PyTorch's
             default for it. With a factory it is a factor of the learning rates that this sets.
-        momentum: Of SGD, or another optimizer that has it; a client starts every round without any.
+        momentum: Of SGD, or another optimizer that has it.
         weight_decay: Of SGD, or another optimizer that has it.
         epochs: Passes over the client's data in a round.
         batch_size: Examples of each batch.
@@ -112,6 +112,8 @@ class LocalTraining:
         step_schedule: The same by step of the optimizer, anew in each round.
         accumulate: Batches whose gradients are averaged for one step.
         precision: ``float32``, or ``bf16`` for mixed precision.
+        keep_optimizer_state: Whether a client's optimizer goes on in its next round with what it
+            remembers, such as momentum. It is a part of the client's state.
 
     >>> LocalTraining(lr=0.1, epochs=2).optimizer_at(0.05)
     SGDSettings(lr=0.05, momentum=0.9, weight_decay=0.0005, max_grad_norm=1.0)
@@ -136,6 +138,7 @@ class LocalTraining:
     step_schedule: str | Parts = ()
     accumulate: Count = 1
     precision: Precision = "float32"
+    keep_optimizer_state: bool = False
 
     def __post_init__(self) -> None:
         """Refuses values outside of their ranges, and optimizers that cannot be made."""

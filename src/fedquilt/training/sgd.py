@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fedquilt.training.optimizer_settings import SGDSettings
+
+MOMENTUM = "momentum"  # under this name its state is kept
 
 
 class SGDStep:
@@ -39,6 +41,15 @@ class SGDStep:
     def scale_lr(self, factor: float) -> None:
         """Makes the learning rate ``factor`` times that of the settings, from the next step on."""
         self._lr = self._settings.lr * factor
+
+    def state(self) -> list[dict[str, Tensor]]:
+        """The momentum of each weight that moves; empty where it has none."""
+        count = range(len(self._weights))
+        return [{MOMENTUM: self._momenta[i].clone()} if i in self._momenta else {} for i in count]
+
+    def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
+        """Goes on from what ``state`` gave, in the order of the weights."""
+        self._momenta = {i: one[MOMENTUM].clone() for i, one in enumerate(state) if one}
 
     @torch.no_grad()
     def apply_gradients(self, gradients: Sequence[Tensor | None]) -> None:

@@ -18,6 +18,7 @@ from fedquilt.training.context import ClientContext
 from fedquilt.training.loop import Batch, run_epochs
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.optimizer_settings import OptimizerSettings
+from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import make_optimizer
 from fedquilt.training.scaler import scale_outputs
 from fedquilt.training.settings import LocalTraining
@@ -53,9 +54,10 @@ class Slimmable:
         def losses(modules: list[nn.Module], batch: Batch) -> list[Tensor]:
             return [self._loss(module, batch, context.structure) for module in modules]
 
-        modules, metrics = train_nested(task, context, self.local_training, self.lr, losses)
+        modules, metrics, state = train_nested(task, context, self.local_training, self.lr, losses)
         tensors = tuple(map(context.tensors, modules, task.subnets, task.subnets))
-        return ClientResult(Update(task.client, task.subnets, tensors, self.weight, metrics))
+        update = Update(task.client, task.subnets, tensors, self.weight, metrics)
+        return ClientResult(update, state)
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be."""
@@ -72,22 +74,25 @@ Losses = Callable[[list[nn.Module], Batch], Sequence[Tensor | None]]
 
 def train_nested(
     task: Task, context: ClientContext, settings: LocalTraining, lr: float, losses: Losses
-) -> tuple[list[nn.Module], dict[str, float]]:
+) -> tuple[list[nn.Module], dict[str, float], Mapping[str, Tensor] | None]:
     """The task's nested subnets, the widest first, after training on what they share.
 
     ``losses`` are those of one batch, one for each net, or None where a net has no part in the
-    step, which goes down their sum. Also what there is to report: the mean loss of the last epoch.
+    step, which goes down their sum. Also what there is to report, the mean loss of the last epoch,
+    and the client's new state if it has one.
     """
     examples = context.examples("train", task.client)
     modules = [m.train() for m in context.modules(task.subnets, task.params)]
     optimizer = settings.optimizer_at(lr, len(examples))
     nets = _NestedStep(context.structure, task.subnets, modules, optimizer)
+    memory = OptimizerMemory(context, is_kept=settings.keep_optimizer_state)
+    memory.attach(nets.optimizer, nets.moved)
 
     def step(batch: Batch, generator: torch.Generator) -> Tensor:
         return nets.step(losses(modules, batch))
 
     loss = run_epochs(examples, step, settings.loop, task.seed, context.report_progress)
-    return modules, {"loss": loss, "examples": len(examples)}
+    return modules, {"loss": loss, "examples": len(examples)}, memory.add_to(None)
 
 
 class _NestedStep:
@@ -107,12 +112,16 @@ class _NestedStep:
             shared = [n for n in weights if global_name(n, structure, subnet) == n]
             self._shared.append({n: where[n] for n in shared})
         own = [
-            weight
-            for weights, shared in zip(self._weights[1:], self._shared, strict=True)
-            for name, weight in weights.items()
+            (name, subnet, weights[name])
+            for weights, shared, subnet in zip(
+                self._weights[1:], self._shared, subnets[1:], strict=True
+            )
+            for name in weights
             if name not in shared
         ]
-        self._optimizer = make_optimizer([*self._weights[0].values(), *own], settings)
+        moving = [*((n, subnets[0], w) for n, w in self._weights[0].items()), *own]
+        self.moved = [(name, subnet) for name, subnet, w in moving if w.requires_grad]
+        self.optimizer = make_optimizer((weight for *_, weight in moving), settings)
         self._copy_shared()
 
     @torch.no_grad()
@@ -125,7 +134,7 @@ class _NestedStep:
                     own.append(gradient)
                 elif gradient is not None:
                     sums[name] = add_at(sums[name], self._weights[0][name], shared[name], gradient)
-        self._optimizer.apply_gradients([*sums.values(), *own])
+        self.optimizer.apply_gradients([*sums.values(), *own])
         self._copy_shared()
         return torch.stack([loss.detach() for loss in losses if loss is not None]).mean()
 

@@ -64,7 +64,8 @@ class TernarySGD:
         if start is None:
             return ClientResult(Update(task.client, (), (), 0.0, {}))
         whole = (self.whole,)
-        update = self.sgd.run(replace(task, subnets=whole, params=start), context).update
+        result = self.sgd.run(replace(task, subnets=whole, params=start), context)
+        update = result.update
         old, new = flatten_weights(start), flatten_weights(update.params[0])
         change = (new - old).masked_fill_(is_constant(new, old), 0)
         if RESIDUAL in kept:
@@ -73,6 +74,7 @@ class TernarySGD:
             raise TrainingError("its weights are not finite any more; its training diverged")
         code, residual = compress(change, self.sparsity_up)
         state = {
+            **(result.state or {}),
             ROUND: torch.tensor(self.round),
             RESIDUAL: residual,
             **{WEIGHTS + name: tensor for name, tensor in start.items()},

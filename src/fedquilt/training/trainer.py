@@ -23,12 +23,17 @@ from fedquilt.training.loop import Batch
 from fedquilt.training.losses import cross_entropy
 from fedquilt.training.objectives import CrossEntropy, Objective
 from fedquilt.training.optimizer_settings import OptimizerSettings, SGDSettings, is_elementwise
-from fedquilt.training.optimizers import make_optimizer
+from fedquilt.training.optimizers import WeightOptimizer, make_optimizer
 from fedquilt.training.threads import single_thread
 
 
 class Trainer(Protocol):
-    """One net, or several, that learn from the batches of one client."""
+    """One net, or several, that learn from the batches of one client.
+
+    ``optimizers`` are one of each net, or one of all of them together.
+    """
+
+    optimizers: Sequence[WeightOptimizer]
 
     def step(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """One step of each net on a batch; the mean of their losses."""
@@ -73,6 +78,7 @@ class _SequentialTrainer:
     ) -> None:
         self._nets = [(module, make_optimizer(module.parameters(), settings)) for module in modules]
         self._objective, self._labels = objective, labels
+        self.optimizers: Sequence[WeightOptimizer] = [optimizer for _, optimizer in self._nets]
 
     def step(self, batch: Batch, generator: torch.Generator) -> Tensor:
         total = torch.zeros((), device=find_tensors(batch)[0].device)
@@ -104,6 +110,7 @@ class _StackedTrainer:
         self._buffers = buffers
         # clipping is per net, so it cannot be left to one step over the stack
         self._optimizer = make_optimizer(self._weights.values(), settings, nets=len(self._modules))
+        self.optimizers: Sequence[WeightOptimizer] = [self._optimizer]
 
     def step(self, batch: Batch, generator: torch.Generator) -> Tensor:
         x, y = batch
