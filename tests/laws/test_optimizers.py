@@ -26,7 +26,7 @@ ADAM = fq.LocalTraining(
     batch_size=3,
     accumulate=2,
     step_schedule="warmup:2",
-    keep_optimizer_state=True,
+    keep_optimizer=True,
 )
 CASES = {name.split()[0]: name for name in sorted(METHODS, reverse=True)}  # one of each method
 LAWS = [  # those in which clients train

@@ -312,7 +312,7 @@ def run_twice(context: ClientContext, settings: LocalTraining, params: Any) -> A
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_state_that_is_kept_is_as_if_the_optimizer_had_not_stopped(name, context, params):
     settings = LocalTraining(optimizer=name, epochs=1, batch_size=5, max_grad_norm=None)
-    kept, _ = run_twice(context, replace(settings, keep_optimizer_state=True), params)
+    kept, _ = run_twice(context, replace(settings, keep_optimizer=True), params)
     fresh, state = run_twice(context, settings, params)
     assert state is None
     net = copy.deepcopy(context.module(Subnet(), params)).train()

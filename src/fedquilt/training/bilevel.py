@@ -91,7 +91,7 @@ class Bilevel:
         validation, training = self._split_rows(len(data), task.seed)
         settings = self.local_training.optimizer_at(self.lr, len(training))
         optimizer = make_optimizer(module.parameters(), settings)
-        memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer_state)
+        memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer)
         memory.attach(optimizer, ((name, whole) for name in trainable_weights(module)))
         with gate_module(module, context.structure, self.groups) as gates:
             local = _BilevelTrainer(self, module, context.structure, gates, shares, optimizer)

@@ -80,9 +80,9 @@ class LocalSGD:
                 settings.optimizer_at(self.lr, len(examples)),
                 bind_examples(self.objective, examples),
                 self.labels if self.masked else None,
-                stacked=self.stacked and not settings.keep_optimizer_state,
+                stacked=self.stacked and not settings.keep_optimizer,
             )
-            memory = OptimizerMemory(context, is_kept=settings.keep_optimizer_state)
+            memory = OptimizerMemory(context, is_kept=settings.keep_optimizer)
             nets = zip(trainer.optimizers, modules, task.subnets, strict=not self.stacked)
             for optimizer, module, subnet in nets:
                 memory.attach(optimizer, ((name, subnet) for name in trainable_weights(module)))

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from fedquilt.data import ClientData
 from fedquilt.devices import seed_generators
@@ -62,7 +61,7 @@ def run_epochs(
             if before_batch is not None:
                 before_batch(generator)
             batch = examples.batch(drawn if rows is None else rows[drawn], generator)
-            with autocast(batch, settings.precision):
+            with autocast(get_device(examples), settings.precision):
                 total += step(batch, generator) * len(drawn)
             done += len(drawn)
             report_progress((epoch + done / count) / settings.epochs)
@@ -70,12 +69,10 @@ def run_epochs(
     return float(mean)
 
 
-def autocast(batch: Batch, precision: Precision) -> AbstractContextManager[object]:
-    """Mixed precision, on the device of the batch: weights stay in float32."""
-    if precision == "float32":
-        return nullcontext()
-    (first, *_) = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-    return torch.autocast(first.device.type, torch.bfloat16)
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
+    """Mixed precision on a device: layers compute in bfloat16, weights stay in float32."""
+    is_mixed = precision == "bf16"
+    return torch.autocast(device.type, torch.bfloat16) if is_mixed else nullcontext()
 
 
 def iterate_batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:

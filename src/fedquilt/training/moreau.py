@@ -55,7 +55,7 @@ class Moreau:
         examples = context.examples("train", task.client)
         module = context.module(subnet, task.params).train()
         near = _MoreauStep(module, self, len(examples))
-        memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer_state)
+        memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer)
         memory.attach(near.optimizer, ((name, subnet) for name in near.sent))
         loop = self.local_training.loop
         loss = run_epochs(examples, near.step, loop, task.seed, context.report_progress)

@@ -127,8 +127,8 @@ class _TorchStep:
         for weight, tensors in zip(self._weights, state, strict=True):
             if tensors:
                 self._optimizer.state[weight] = {
-                    key: value.clone().to(weight.device) if value.ndim else value.clone()
-                    for key, value in tensors.items()
+                    key: value.clone().to(weight.device if value.ndim else "cpu")
+                    for key, value in tensors.items()  # counts are on the host
                 }
 
     def scale_lr(self, factor: float) -> None:
@@ -160,7 +160,7 @@ def _copy_state(key: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise ConfigError(
             f"the state of an optimizer is kept if it is tensors, its '{key}' is "
-            f"{type(value).__name__}; leave out keep_optimizer_state"
+            f"{type(value).__name__}; leave out keep_optimizer"
         )
     return value.detach().to("cpu", copy=True)
 

@@ -61,7 +61,7 @@ class Sandwich:
         examples, loop = context.examples("train", task.client), self.local_training.loop
         settings = self.local_training.optimizer_at(self.lr, len(examples))
         net = _SandwichStep(model, structure, own, settings)
-        memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer_state)
+        memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer)
         memory.attach(net.optimizer, ((name, Subnet()) for name in net.moved))
         draws = torch.Generator().manual_seed(derive_seed(task.seed, 1))  # leaves the batches as is
 

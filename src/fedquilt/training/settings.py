@@ -112,7 +112,7 @@ class LocalTraining:
         step_schedule: The same by step of the optimizer, anew in each round.
         accumulate: Batches whose gradients are averaged for one step.
         precision: ``float32``, or ``bf16`` for mixed precision.
-        keep_optimizer_state: Whether a client's optimizer goes on in its next round with what it
+        keep_optimizer: Whether a client's optimizer goes on in its next round with what it
             remembers, such as momentum. It is a part of the client's state.
 
     >>> LocalTraining(lr=0.1, epochs=2).optimizer_at(0.05)
@@ -138,7 +138,7 @@ class LocalTraining:
     step_schedule: str | Parts = ()
     accumulate: Count = 1
     precision: Precision = "float32"
-    keep_optimizer_state: bool = False
+    keep_optimizer: bool = False
 
     def __post_init__(self) -> None:
         """Refuses values outside of their ranges, and optimizers that cannot be made."""

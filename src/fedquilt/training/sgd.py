@@ -85,6 +85,8 @@ class SGDStep:
 
 def differentiate(loss: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """The gradient of a loss, in the precision of the weights also within autocast."""
+    if not torch.is_autocast_enabled(loss.device.type):
+        return torch.autograd.grad(loss, weights, allow_unused=True)
     with torch.autocast(loss.device.type, enabled=False):
         return torch.autograd.grad(loss, weights, allow_unused=True)
 

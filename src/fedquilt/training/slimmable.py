@@ -85,7 +85,7 @@ def train_nested(
     modules = [m.train() for m in context.modules(task.subnets, task.params)]
     optimizer = settings.optimizer_at(lr, len(examples))
     nets = _NestedStep(context.structure, task.subnets, modules, optimizer)
-    memory = OptimizerMemory(context, is_kept=settings.keep_optimizer_state)
+    memory = OptimizerMemory(context, is_kept=settings.keep_optimizer)
     memory.attach(nets.optimizer, nets.moved)
 
     def step(batch: Batch, generator: torch.Generator) -> Tensor:
