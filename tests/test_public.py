@@ -12,6 +12,7 @@ import fedquilt as fq
 PUBLIC = [
     "ADDS",
     "APFL",
+    "Accountant",
     "Aggregate",
     "AggregationPipeline",
     "Aggregator",
@@ -58,6 +59,8 @@ PUBLIC = [
     "Part",
     "Phase",
     "Population",
+    "Privacy",
+    "PrivacySpent",
     "ProblemFound",
     "Recipe",
     "RoundDone",

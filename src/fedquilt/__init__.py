@@ -46,6 +46,7 @@ from fedquilt.federation.aggregation import (
     chain,
 )
 from fedquilt.federation.client import Client, ClientResult, Failure, Recipe, Task, Update
+from fedquilt.federation.privacy import Accountant, Privacy, PrivacySpent
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods import (
     ADDS,
@@ -112,6 +113,7 @@ __all__ = [
     "PGD",
     "SERVER_OPTIMIZERS",
     "STC",
+    "Accountant",
     "Aggregate",
     "AggregationPipeline",
     "Aggregator",
@@ -155,6 +157,8 @@ __all__ = [
     "Part",
     "Phase",
     "Population",
+    "Privacy",
+    "PrivacySpent",
     "ProblemFound",
     "Recipe",
     "RoundDone",

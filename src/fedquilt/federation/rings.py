@@ -280,11 +280,15 @@ class Rings:
         return torch.tensor(values)[self._labels[name].long()]
 
     def _complete(self, params: Params) -> dict[str, Tensor]:
-        """The tensors that are divided; a private one that is missing is the shared one."""
-        return {
-            target: params[target if target in params else target.partition("@")[0]]
-            for target in self._shapes
-        }
+        """The tensors that are divided; a private one that is missing is the shared one.
+
+        Where all tensors are private there is no shared one, and zeros stand for it.
+        """
+        whole = {}
+        for target, shape in self._shapes.items():
+            name = target if target in params else target.partition("@")[0]
+            whole[target] = params[name] if name in params else torch.zeros(shape)
+        return whole
 
     @cached_property
     def _present(self) -> Mapping[str, frozenset[int]]:

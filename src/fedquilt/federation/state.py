@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import Example
 
+Sampling = Literal["fixed", "poisson"]  # how the clients of a round are drawn
 DEFAULT_COHORT = 10  # clients that take part in a round of the papers' experiments
 
 
@@ -30,6 +31,8 @@ class Setup:
         clients: Who takes part, as they have registered.
         rounds: The rounds of training.
         seed: Of all random streams.
+        sampling: fixed: every cohort has the same size; poisson: every client is in it with the
+            same probability, independently of the others.
 
     >>> import torch, fedquilt as fq
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
@@ -46,6 +49,7 @@ class Setup:
     clients: tuple[Client, ...]
     rounds: int
     seed: int
+    sampling: Sampling = "fixed"
 
     @cached_property
     def clients_by_id(self) -> Mapping[int, Client]:
@@ -113,6 +117,10 @@ class Phase:
         """How many of the clients take part in a round."""
         return self.cohort_size(len(self.eligible(clients)))
 
+    def sampling_rate(self, clients: tuple[Client, ...]) -> float:
+        """The probability that a client that it is for takes part in a round."""
+        return min(1.0, self.count_needed(clients) / max(len(self.eligible(clients)), 1))
+
 
 def sample_cohort(
     clients: tuple[Client, ...],
@@ -120,13 +128,23 @@ def sample_cohort(
     seed: int,
     oversample: float = 0.0,
     available: Collection[int] | None = None,
+    sampling: Sampling = "fixed",
 ) -> list[Client]:
     """Draws a random cohort, in the order of the clients' numbers.
 
     ``oversample`` is the fraction of clients that are asked beyond those needed. Clients that are
-    not ``available`` are passed over, unless none of those that the phase is for is available.
+    not ``available`` are passed over, unless none of those that the phase is for is available. With
+    Poisson sampling a cohort may be empty, and who is not available is not replaced.
     """
     able = phase.eligible(clients)
+    if sampling == "poisson":
+        rate = phase.sampling_rate(clients) * (1 + oversample)
+        drawn = np.random.default_rng(seed).random(len(able)) < rate
+        return [
+            client
+            for client, is_drawn in zip(able, drawn, strict=True)
+            if is_drawn and (available is None or client.id in available)
+        ]
     order = np.random.default_rng(seed).permutation(len(able)).tolist()
     there = [i for i in order if available is None or able[i].id in available] or order
     size = math.ceil(phase.count_needed(clients) * (1 + oversample))

@@ -111,6 +111,11 @@ class ADDS(BaseMethod):
         """Those of nets that differ from step to step would mean nothing."""
         return False
 
+    @property
+    def reveals_data(self) -> str:
+        """Sec. 3: clients choose channels by their importance."""
+        return "clients choose their channels by their data, and send the choice"
+
     def prepare_model(self, setup: Setup) -> Setup:
         """The model as it is; refused if no channel can be sampled, or seen."""
         if not _find_sampled_groups(setup):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -30,6 +31,9 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.statistics import QueryStatistics
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class MethodTraits:
     """What a method is unless it says otherwise; no settings, so that a method may compute them."""
@@ -46,6 +50,11 @@ class MethodTraits:
     def reinitializes(self) -> bool:
         """The model's own values are where training starts."""
         return False
+
+    @property
+    def reveals_data(self) -> str | None:
+        """Subnets are chosen by the server."""
+        return None
 
     @property
     def size_kind(self) -> SizeKind:
@@ -105,6 +114,15 @@ class BaseMethod(MethodTraits):
     def __post_init__(self) -> None:
         """Refuses settings that are not of their types, or out of range."""
         check_fields(self)
+
+    def make_private(self) -> Self:
+        """Clients are not asked for statistics; what else a method leaves out it says itself."""
+        if self.reveals_data is not None:
+            raise ConfigError(
+                f"{type(self).__name__} cannot be private: {self.reveals_data}; choose a method "
+                "whose subnets the server chooses, such as heterofl"
+            )
+        return replace(self, query_statistics=False)
 
     def default_budgets(self, model: nn.Module) -> tuple[float, ...]:
         """HeteroFL's levels: the whole, a half, and so on to a sixteenth."""

@@ -44,6 +44,11 @@ class Centralised(BaseMethod):
     )
     fraction: Fraction = 1.0
 
+    @property
+    def reveals_data(self) -> str:
+        """The server has all data."""
+        return "the server gathers the data of all clients"
+
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """The whole net is trained, whatever clients can afford."""
         return describe_ignored_budgets(setup)

@@ -90,6 +90,11 @@ class DepthFL(BaseMethod):
         if self.feddyn_alpha:
             self.refuse_server_optimizer("FedDyn has a server's step of its own")
 
+    @property
+    def reveals_data(self) -> str | None:
+        """FedDyn's server has to know which clients answered."""
+        return "FedDyn corrects the model by who answered" if self.feddyn_alpha else None
+
     def default_budgets(self, model: nn.Module) -> tuple[float, ...]:
         """As many clients of each depth, as in the paper."""
         return depths(len(self._places(model)) + 1)

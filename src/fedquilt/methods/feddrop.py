@@ -8,7 +8,8 @@ channels for all clients of a round.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,9 @@ from fedquilt.structure.groups import Group, count_leading
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.settings import LocalTraining
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,10 @@ class FedDrop(BaseMethod):
         return self.scaler
 
     queries_within_budgets = True  # the whole net is asked of those that can afford it
+
+    def make_private(self) -> Self:
+        """All rows are sent; the loss is still over a client's own classes, which it knows."""
+        return replace(super().make_private(), own_rows=False)
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """A part for every client; weighted by examples."""

@@ -13,8 +13,8 @@ Differences from the public code, where it departs from the paper, are in docs/m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -35,6 +35,9 @@ from fedquilt.structure.structure import STATISTICS
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.settings import LocalTraining
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,10 @@ class HeteroFL(BaseMethod):
     def scales_outputs(self) -> bool:
         """Sec. 3.3."""
         return self.scaler
+
+    def make_private(self) -> Self:
+        """All rows are sent; the loss is still over a client's own classes, which it knows."""
+        return replace(super().make_private(), own_rows=False)
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Algorithm 1: determine each client's level p, W_m <- W_g[: d_m, : k_m], and its work."""

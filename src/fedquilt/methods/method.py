@@ -53,6 +53,19 @@ class Method(Protocol):
         """What its sizes are fractions of: channels (``width``), parameters, exits, or bases."""
         ...
 
+    @property
+    def reveals_data(self) -> str | None:
+        """A sentence, if subnets or replies depend on clients' data in a way that cannot be off."""
+        ...
+
+    def make_private(self) -> Method:
+        """Returns the method with all off that clients would tell of their data.
+
+        Raises:
+            ConfigError: That cannot be; the sentence is ``reveals_data``.
+        """
+        ...
+
     def default_budgets(self, model: nn.Module) -> tuple[float, ...]:
         """Sizes that clients can afford, largest first, where the settings name no budgets."""
         ...

@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from torch import Tensor, nn
@@ -49,6 +49,9 @@ from fedquilt.training.tracking import without_running_stats
 from fedquilt.training.trainer import should_stack
 
 BNStatistics = Literal["batch", "post", "tracked", "local"]
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,10 @@ class SplitMix(BaseMethod):
             if self.attack is None
             else Adversarial(self.attack, self.robust_fraction)
         )
+
+    def make_private(self) -> Self:
+        """Bases keep their order: their accuracies on clients' data are not asked for."""
+        return replace(super().make_private(), sort_bases=False)
 
     def prepare_model(self, setup: Setup) -> Setup:
         """The net is one base; clients' budgets become the number of bases that they can train."""

@@ -94,6 +94,11 @@ class STC(BaseMethod):
         self.refuse_server_optimizer("the server's step of STC is compressed, with error feedback")
 
     @property
+    def reveals_data(self) -> str:
+        """Which weights are in a code depends on the client's data."""
+        return "a code says which weights a client's data move the most"
+
+    @property
     def tracks_statistics(self) -> bool:
         """They are no sums of changes."""
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,9 +16,11 @@ from fedquilt.errors import (
     BudgetError,
     CheckpointError,
     ConfigError,
+    CorruptFileError,
     DataError,
     StructureError,
 )
+from fedquilt.federation.privacy.noise import SECRET_BYTES
 from fedquilt.files import (
     fsync,
     hold_lock,
@@ -53,6 +56,7 @@ class RunDirectory:
         self.evaluation_file = self.path / "evaluation.json"
         self.traffic_file = self.path / "traffic.json"
         self.lock_file = self.path / "lock"
+        self.secret_file = self.path / "secret.key"  # of a private run
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
@@ -103,7 +107,8 @@ class RunDirectory:
     def _is_early(self, path: Path) -> bool:
         """Whether this may be there before there is a run, such as a half-written first file."""
         is_partial = path.name.startswith(".") and path.name.endswith(".part")
-        return is_partial or path in (self.config_file, self.lock_file, self.registry_file)
+        early = (self.config_file, self.lock_file, self.registry_file, self.secret_file)
+        return is_partial or path in early
 
     @contextmanager
     def hold(self, *, resume: bool, on_wait: Callable[[], None]) -> Iterator[None]:
@@ -147,6 +152,32 @@ class RunDirectory:
             raise CheckpointError(
                 f"the run could not be started in {self} ({problem}); make room"
             ) from problem
+
+    def write_secret(self, secret: bytes) -> None:
+        """Writes the secret that noise and cohorts are drawn from; only its owner can read it."""
+        try:
+            self.secret_file.unlink(missing_ok=True)
+            number = os.open(self.secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(number, "w") as file:
+                file.write(f"{secret.hex()}\n")
+            fsync(self.secret_file)
+        except OSError as problem:
+            raise CheckpointError(
+                f"the run's secret could not be written to {self} ({problem}); make room"
+            ) from problem
+
+    def read_secret(self) -> bytes:
+        """The secret that the run was started with."""
+        try:
+            secret = bytes.fromhex(self.secret_file.read_text())
+        except (OSError, ValueError) as problem:
+            raise CheckpointError(
+                f"{self} has no secret in {self.secret_file.name} ({problem}), and other noise "
+                "would release its rounds a second time; put the file back, or start a new run"
+            ) from problem
+        if len(secret) != SECRET_BYTES:
+            raise CorruptFileError(f"{self.secret_file} is damaged: it has {len(secret)} bytes")
+        return secret
 
     def read_initial(self) -> dict[str, Tensor]:
         """The first values of the model."""

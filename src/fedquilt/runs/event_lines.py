@@ -114,6 +114,7 @@ def _describe_round(event: RoundDone, num_rounds: int) -> str:
         "" if local is None else f"local accuracy {format_percent(local)}",
         f"{event.num_clients} client{'s' if event.num_clients != 1 else ''}",
         f"{len(event.failures)} failed" if event.failures else "",
+        "" if event.privacy is None else str(event.privacy),
         f"{event.seconds:.1f} s",
     )
 

@@ -39,6 +39,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.clients import ClientRecord
 from fedquilt.federation.client import Failure
+from fedquilt.federation.privacy.accountant import PrivacySpent
 from fedquilt.runs.health import Finding
 
 
@@ -99,6 +100,8 @@ class RoundDone:
         losses: The training loss of each client; None if it was not finite.
         scales: The largest value in the normalization statistics that each client sent, if any.
         clients: What every client that was asked received, returned and reported.
+        privacy: What a private run has spent so far; None: it is not private. Then the numbers of
+            clients and bytes are expected ones, and nothing is told of single clients.
     """
 
     round: int
@@ -114,6 +117,7 @@ class RoundDone:
     losses: Mapping[int, float | None] = field(default_factory=dict)
     scales: Mapping[int, float] = field(default_factory=dict)
     clients: tuple[ClientRecord, ...] = ()
+    privacy: PrivacySpent | None = None
 
     @property
     def local_accuracy(self) -> float | None:

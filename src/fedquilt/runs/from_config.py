@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 from fedquilt.customize.bundle import has_bundle, load_bundle
@@ -27,7 +28,9 @@ from fedquilt.settings.resolve import (
     build_method,
     build_model,
     build_population,
+    build_privacy,
     build_structure,
+    choose_config_sampling,
     load_source,
     make_example,
 )
@@ -73,7 +76,7 @@ def plan_run_over(
     """
     flower, run = config.flower, config.run
     return RunPlan(
-        setup,
+        replace(setup, sampling=choose_config_sampling(config)),
         build_method(config),
         population,
         RunDirectory(out),
@@ -87,6 +90,7 @@ def plan_run_over(
         faults or FaultPolicy(flower.quorum, flower.attempts, flower.oversample),
         engine,
         available,
+        build_privacy(config),
     )
 
 

@@ -16,13 +16,14 @@ from typing import Any
 from torch import Tensor
 
 from fedquilt.federation.client import Client
+from fedquilt.federation.privacy import Privacy
 from fedquilt.federation.state import Setup
 from fedquilt.files import hash_tensor
 from fedquilt.methods.method import Method
 
 
-def compute_fingerprint(setup: Setup, method: Method) -> str:
-    """The SHA-256 of model, method, clients and seed; rounds may differ."""
+def compute_fingerprint(setup: Setup, method: Method, privacy: Privacy | None = None) -> str:
+    """The SHA-256 of model, method, clients, seed, sampling and privacy; rounds may differ."""
     identity = {
         "tensors": {name: list(shape) for name, shape in setup.structure.shapes.items()},
         "structure": setup.structure.describe(),
@@ -30,6 +31,10 @@ def compute_fingerprint(setup: Setup, method: Method) -> str:
         "clients": [_describe_client(client) for client in setup.clients],
         "seed": setup.seed,
     }
+    if setup.sampling != "fixed":
+        identity["sampling"] = setup.sampling
+    if privacy is not None:
+        identity["privacy"] = describe_settings(privacy)
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

@@ -37,6 +37,7 @@ from fedquilt.runs.events import (
 from fedquilt.runs.health import Finding, Record, find_problems
 from fedquilt.runs.phases import count_rounds, find_phase, require_same_rounds
 from fedquilt.runs.policies import Cadence, FaultPolicy
+from fedquilt.runs.privacy import PrivateRounds, require_same_privacy
 from fedquilt.runs.record_format import encode_event, expand_record
 from fedquilt.runs.records import Records, read_records
 from fedquilt.training.local_test import WithLocalTest
@@ -58,7 +59,8 @@ class TrainingLoop:
 
     ``has_server_test`` says whether the server has test data, ``testers`` which clients have.
     ``on_finished`` is called with the finished state, before its last evaluation. ``available``
-    returns the clients that can be asked now; None means all of them.
+    returns the clients that can be asked now; None means all of them. ``privacy`` plans and
+    accounts for the rounds of a private run.
     """
 
     setup: Setup
@@ -73,6 +75,7 @@ class TrainingLoop:
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     on_finished: Callable[[TrainingLoop, State], None] | None = None
     available: Callable[[], Collection[int]] | None = None
+    privacy: PrivateRounds | None = None
     environments: tuple[Environment, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -82,6 +85,12 @@ class TrainingLoop:
             phase.name: self.method.aggregation(self.setup, phase.name)
             for phase in self.method.phases(self.setup)
         }
+        if self.privacy is not None:
+            self._aggregations = {
+                name: self.privacy.make_pipeline(pipeline)
+                for name, pipeline in self._aggregations.items()
+            }
+            self.testers = ()  # what clients' own test data say is no part of the budget
         directory = self.directory
         self._records = None if directory is None else Records(directory)
         self._states = None if directory is None else directory.client_states
@@ -105,15 +114,16 @@ class TrainingLoop:
 
     def start(self) -> Position:
         """The position before the first round."""
-        return Position(
-            Checkpoint(self.method.start(self.setup), self.engine.client_versions()), False
-        )
+        state = self.method.start(self.setup)
+        if self.privacy is not None:
+            state = self.privacy.start(state)
+        return Position(Checkpoint(state, self.engine.client_versions()), False)
 
     def train_from(self, position: Position) -> tuple[State, tuple[SizeScore, ...]]:
         """Trains to the last round; returns the finished state and its scores."""
         done = position.checkpoint
         last_saved = done.state.round
-        total = count_rounds(self.method, self.setup)
+        total = self._count_rounds(done.state)
         try:
             if (
                 not position.is_evaluated
@@ -133,6 +143,12 @@ class TrainingLoop:
                 self._save(done)
             raise
         return self._evaluate(done.state, is_final=True)
+
+    def _count_rounds(self, state: State) -> int:
+        """The number of the last round; a private run ends where its budget does."""
+        if self.privacy is not None:
+            return max(self.privacy.count_affordable_rounds(state), state.round)
+        return count_rounds(self.method, self.setup)
 
     @staticmethod
     def _is_due(every: int, round: int, total: int) -> bool:
@@ -157,6 +173,8 @@ class TrainingLoop:
             accounting.scales,
             tuple(accounting.clients),
         )
+        if self.privacy is not None:
+            done = self.privacy.conceal(done, state)
         self._record(done)
         if done.round % HEALTH_CHECK_EVERY == 0:
             self._report_problems(done.round)
@@ -183,8 +201,14 @@ class TrainingLoop:
         stream = (2,) if phase.is_closing else ()
         seed = derive_seed(self.setup.seed, state.round, *stream)
         oversample = 0.0 if phase.is_closing else self.faults.oversample
-        cohort = sample_cohort(self.setup.clients, phase, seed, oversample, self._find_available())
-        tasks = self.method.plan(self.setup, state, cohort)
+        if self.privacy is not None:
+            tasks = self.privacy.plan(state, self._find_available())
+        else:
+            sampling = "fixed" if phase.is_closing else self.setup.sampling
+            cohort = sample_cohort(
+                self.setup.clients, phase, seed, oversample, self._find_available(), sampling
+            )
+            tasks = self.method.plan(self.setup, state, cohort)
         if self.cadence.test_locally and not phase.is_closing:
             tasks = [self._add_local_test(task) for task in tasks]
         total = count_rounds(self.method, self.setup)
@@ -192,6 +216,8 @@ class TrainingLoop:
         aggregation = self._aggregations[phase.name]
         needed = min(len(tasks), phase.count_needed(self.setup.clients))
         quorum = self.faults.required_replies(needed)
+        if self.privacy is not None:
+            quorum = min(1, needed)  # the noise does not depend on how many answer
         accounting = RoundAccounting(self.setup, state, self._notify, aggregation, quorum)
         sent = Counter(subnet for task in tasks for subnet in task.subnets)
         accounting.bytes_down = sum(
@@ -333,6 +359,7 @@ class TrainingLoop:
             try:
                 restored = checkpoint.load_checkpoint(path, self.fingerprint)
                 require_same_rounds(restored.state, self.method, self.setup)
+                require_same_privacy(restored.state, is_private=self.privacy is not None)
                 self.engine.restore(restored.client_versions)
                 is_evaluated = self._records.cut_back(restored.records, restored.state.round)
             except CorruptFileError as problem:

@@ -12,6 +12,7 @@ from fedquilt.customize.info import ModelCall, RunInfo, describe_inputs
 from fedquilt.data.pipeline import find_normalization, name_transforms
 from fedquilt.data.population import Population
 from fedquilt.errors import CheckpointError, ConfigError
+from fedquilt.federation.privacy import Privacy, make_secret
 from fedquilt.federation.state import Setup, State
 from fedquilt.files import MAX_WAIT
 from fedquilt.methods.method import Method
@@ -24,6 +25,7 @@ from fedquilt.runs.identity import compute_fingerprint, describe_settings
 from fedquilt.runs.loop import TrainingLoop
 from fedquilt.runs.policies import Cadence, FaultPolicy
 from fedquilt.runs.preflight import check_start
+from fedquilt.runs.privacy import PrivateRounds, hide_data
 from fedquilt.runs.run import Run
 from fedquilt.structure.cut import load_tensors
 from fedquilt.structure.tensors import named_tensors
@@ -62,11 +64,13 @@ class RunPlan:
     faults: FaultPolicy = field(default_factory=FaultPolicy)
     engine: EngineFactory | None = None  # None: this machine, one worker per core
     available: Callable[[], Collection[int]] | None = None
+    privacy: Privacy | None = None  # None: the run is not private
 
 
 def start_run(plan: RunPlan) -> PreparedRun:
     """Checks a plan for a new run; nothing is written before ``train``."""
     _check(plan, resume=False)
+    plan = _make_private(plan)
     report = _load_weights(plan)
     return PreparedRun(plan, plan.method.prepare_model(plan.setup), load_report=report)
 
@@ -76,14 +80,16 @@ def resume_run(plan: RunPlan) -> PreparedRun:
 
     The model gets the first values of the run: a resumed run starts from the same.
     """
-    if plan.directory is None:
+    directory = plan.directory
+    if directory is None:
         raise ConfigError("a run is resumed from its directory, and there is none; give out=...")
     _check(plan, resume=True)
+    plan = _make_private(plan)
     try:
-        load_tensors(plan.setup.model, plan.directory.read_initial())
+        load_tensors(plan.setup.model, directory.read_initial())
     except (KeyError, RuntimeError) as problem:
         raise CheckpointError(
-            f"{plan.directory} was started with another model ({problem})"
+            f"{directory} was started with another model ({problem})"
         ) from problem
     return PreparedRun(plan, plan.method.prepare_model(plan.setup), is_resumed=True)
 
@@ -93,6 +99,23 @@ def _check(plan: RunPlan, *, resume: bool) -> None:
     check_start(setup.model, setup.example, plan.population, setup.rounds)
     if plan.directory is not None:
         plan.directory.check(resume=resume)
+
+
+def _make_private(plan: RunPlan) -> RunPlan:
+    """The plan without anything that tells of clients' data, if the run is to be private."""
+    if plan.privacy is None:
+        return plan
+    if plan.cadence.test_locally:
+        raise ConfigError(
+            "a private run is not told how clients' own models do; leave out run.test_locally"
+        )
+    if plan.faults.oversample:
+        raise ConfigError(
+            "a private run asks each client with a known probability; leave out flower.oversample"
+        )
+    setup = replace(plan.setup, clients=hide_data(plan.setup.clients))
+    faults = replace(plan.faults, attempts=1)  # another attempt would be another release
+    return replace(plan, setup=setup, method=plan.method.make_private(), faults=faults)
 
 
 def _load_weights(plan: RunPlan) -> LoadReport | None:
@@ -134,6 +157,7 @@ class PreparedRun:
         )
         make_engine = plan.engine or make_local_engine(None)
         with held:
+            secret = self._find_secret()
             if directory is not None and not self.is_resumed:
                 self._write_settings(directory)
                 directory.write_initial(named_tensors(plan.setup.model))
@@ -146,14 +170,29 @@ class PreparedRun:
                     plan.population.has_server_test,
                     plan.population.testers,
                     directory,
-                    compute_fingerprint(self.setup, plan.method),
+                    compute_fingerprint(self.setup, plan.method, plan.privacy),
                     plan.cadence,
                     callbacks,
                     plan.faults,
                     self._save_bundle,
                     plan.available,
+                    None
+                    if plan.privacy is None
+                    else PrivateRounds(plan.privacy, self.setup, plan.method, secret),
                 )
                 return self._finish(loop)
+
+    def _find_secret(self) -> bytes:
+        """The secret of a private run: a new one, or that of the run which goes on."""
+        directory = self.plan.directory
+        if self.plan.privacy is None:
+            return b""
+        if directory is not None and self.is_resumed:
+            return directory.read_secret()
+        secret = make_secret()
+        if directory is not None:
+            directory.write_secret(secret)
+        return secret
 
     def _finish(self, loop: TrainingLoop) -> Run:
         """Runs the loop to its end."""

@@ -33,6 +33,8 @@ def encode_event(event: RoundDone | Evaluated, structure: Structure) -> dict[str
         record = asdict(replace(event, clients=()))
         for name in DERIVED:
             del record[name]
+        if event.privacy is None:
+            del record["privacy"]
         record[COLUMNS] = _encode_clients(event.clients, structure)
     del record["seconds"]
     return record

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from fedquilt.data.population import Population
 from fedquilt.errors import ConfigError
-from fedquilt.federation.state import Setup
+from fedquilt.federation.privacy import Privacy
+from fedquilt.federation.privacy.settings import choose_sampling
+from fedquilt.federation.state import Sampling, Setup
 from fedquilt.methods.method import Method
 from fedquilt.ranges import Number, check_value
 from fedquilt.runs.directory import RunDirectory
@@ -47,6 +49,8 @@ def train(
     callbacks: Iterable[Callback] = (),
     engine: EngineFactory | None = None,
     available: Callable[[], Collection[int]] | None = None,
+    privacy: Privacy | None = None,
+    sampling: Sampling | None = None,
 ) -> Run:
     """Trains a model over clients of any size.
 
@@ -75,6 +79,9 @@ def train(
         callbacks: Are called with every event of the run, see ``fedquilt.runs.events``.
         engine: Makes the engine that runs tasks; None: one on this machine with ``workers``.
         available: Returns the numbers of the clients that can be asked now; None: all can.
+        privacy: What differential privacy to keep, such as ``Privacy(epsilon=4.0)``; None: none.
+        sampling: How cohorts are drawn: ``"fixed"`` of one size, ``"poisson"`` each client with
+            the same probability; None: poisson for a private run, else fixed.
 
     Returns:
         The finished run.
@@ -112,7 +119,15 @@ def train(
         model, example, exclude=exclude, blocks=blocks, keep_numbers=keep_numbers
     )
     plan = RunPlan(
-        Setup(model, structure, example, clients.clients, rounds, seed),
+        Setup(
+            model,
+            structure,
+            example,
+            clients.clients,
+            rounds,
+            seed,
+            choose_sampling(sampling, privacy),
+        ),
         method,
         clients,
         None if out is None else RunDirectory(out),
@@ -120,5 +135,6 @@ def train(
         faults=faults or FaultPolicy(),
         engine=make_engine,
         available=available,
+        privacy=privacy if privacy is not None and privacy.is_on else None,
     )
     return (resume_run if resume else start_run)(plan).train(callbacks)

@@ -21,6 +21,9 @@ from fedquilt.data.population import Population, make_clients
 from fedquilt.errors import ConfigError, StructureError, describe_unknown
 from fedquilt.federation.aggregation import SERVER_OPTIMIZERS, TAKE_MEAN, ServerOptimizer
 from fedquilt.federation.budgets import BudgetDistribution
+from fedquilt.federation.privacy import Privacy
+from fedquilt.federation.privacy.settings import choose_sampling
+from fedquilt.federation.state import Sampling
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
 from fedquilt.models import find_factory, make_model
@@ -57,7 +60,8 @@ def build_method(config: Config) -> Method:
             f"method {config.method.name} has no mean for a server optimizer, got {optimizer}; "
             "leave out server_optimizer"
         )
-    return factory(local_training=local_training, **options)
+    method = factory(local_training=local_training, **options)
+    return method.make_private() if build_privacy(config) is not None else method
 
 
 def build_local_training(default: LocalTraining, given: Mapping[str, Any]) -> LocalTraining:
@@ -92,6 +96,17 @@ def list_local_training(local_training: LocalTraining) -> dict[str, Any]:
         parts = values[name]
         values[name] = tuple(p.path if isinstance(p, FunctionPath) else p for p in parts)
     return values
+
+
+def build_privacy(config: Config) -> Privacy | None:
+    """Makes what the settings say about privacy; None: there is none."""
+    privacy = Privacy(**config.privacy.model_dump())
+    return privacy if privacy.is_on else None
+
+
+def choose_config_sampling(config: Config) -> Sampling:
+    """Finds how cohorts are drawn."""
+    return choose_sampling(config.sampling, build_privacy(config))
 
 
 def build_server_optimizer(config: Config) -> ServerOptimizer:

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
 from fedquilt.federation.aggregation import SERVER_OPTIMIZERS
+from fedquilt.federation.privacy import Privacy
+from fedquilt.federation.state import Sampling
 from fedquilt.methods import METHODS
 from fedquilt.ranges import NotNegative
 from fedquilt.settings.derive import derive_section, list_arguments
@@ -175,6 +177,16 @@ def _derive_choices(
     return sections
 
 
+def _derive_privacy() -> type[Section]:
+    section: Any = derive_section(
+        "PrivacySection",
+        list_arguments(Privacy),
+        Section,
+        doc="Differential privacy; on if epsilon or noise_multiplier is given.",
+    )
+    return section  # type: ignore[no-any-return]
+
+
 def _derive_local_training() -> type[Section]:
     arguments = list_arguments(LocalTraining)
     clipping = arguments["max_grad_norm"]
@@ -210,12 +222,14 @@ if TYPE_CHECKING:
     AnyMethodSection = MethodSection
     AnyServerOptimizerSection = ServerOptimizerSection
     LocalTrainingSection = Section
+    PrivacySection = Section
 else:
     AnyMethodSection, AnyServerOptimizerSection = (
         Annotated[reduce(operator.or_, sections.values()), Field(discriminator="name")]
         for sections in CHOICES.values()
     )
     LocalTrainingSection = _derive_local_training()
+    PrivacySection = _derive_privacy()
 
 
 class Config(Section):
@@ -225,6 +239,9 @@ class Config(Section):
     """Seed of everything random; the same seed repeats a run to the bit."""
     rounds: int = Field(20, ge=1)
     """Rounds of training."""
+    sampling: Sampling | None = None
+    """How the clients of a round are drawn: fixed, a cohort of one size; or poisson, each client
+    with the same probability. Left out: fixed, and poisson with privacy."""
     data: DataSection = DataSection()
     model: ModelSection = ModelSection()
     method: AnyMethodSection = METHOD_SECTIONS[DEFAULT_METHOD](name=DEFAULT_METHOD)  # type: ignore[assignment]
@@ -232,6 +249,7 @@ class Config(Section):
     server_optimizer: AnyServerOptimizerSection = SERVER_OPTIMIZER_SECTIONS[  # type: ignore[assignment]
         DEFAULT_SERVER_OPTIMIZER
     ](name=DEFAULT_SERVER_OPTIMIZER)
+    privacy: PrivacySection = PrivacySection()
     run: RunSection = RunSection()
     flower: FlowerSection = FlowerSection()
 

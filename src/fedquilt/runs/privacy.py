@@ -1,0 +1,335 @@
+"""The rounds of a private run: who takes part, what clients send, and what it has cost so far.
+
+Tasks are planned for all registered clients, whoever takes part. So a client's subnets do not
+depend on who else is in the cohort, and the expected number of holders of every cell is public.
+Cohorts are drawn from the run's secret: who took part is not to be known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fedquilt.errors import CheckpointError, ConfigError
+from fedquilt.federation.aggregation import AggregationPipeline, LabelAwareMean, Mean
+from fedquilt.federation.client import Client, Task
+from fedquilt.federation.privacy.accountant import Accountant, PrivacySpent
+from fedquilt.federation.privacy.mechanism import (
+    MEMORY,
+    AdaptClip,
+    PrivateMean,
+    RequireWholeReply,
+    find_public_rings,
+    read_clip,
+    read_noise_multiplier,
+    share_clip,
+    split_noise,
+)
+from fedquilt.federation.privacy.noise import derive_secret, draw_uniform
+from fedquilt.federation.privacy.settings import Privacy
+from fedquilt.federation.rings import Holding
+from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.methods.method import Method
+from fedquilt.runs.accounting import count_subnet_bytes
+from fedquilt.runs.events import RoundDone
+from fedquilt.runs.phases import count_rounds, find_phase
+from fedquilt.training.private import bound_replies
+
+COUNT_NOISE = 1 / 20  # of the expected cohort: σ_b of adaptive clipping (Andrew et al., Sec. 3.1)
+LOCAL_SENSITIVITY = 2.0  # clipping norms between two changes that one client may send
+
+
+def hide_data(clients: tuple[Client, ...]) -> tuple[Client, ...]:
+    """Clients as a private run knows them: without labels, numbers of examples, and groups."""
+    return tuple(Client(client.id, 1, budget=client.budget) for client in clients)
+
+
+@dataclass(eq=False)
+class PrivateRounds:
+    """Plans, accounts for and composes the rounds of a private run.
+
+    Args:
+        privacy: What the user asks for.
+        setup: What stays the same during the run; its clients are without data.
+        method: The method, with nothing on that tells of clients' data.
+        secret: What cohorts and noise are drawn from.
+    """
+
+    privacy: Privacy
+    setup: Setup
+    method: Method
+    secret: bytes = field(repr=False)
+    _planned: tuple[int, list[Task], Counter[Holding]] | None = field(default=None, init=False)
+
+    @cached_property
+    def phase(self) -> Phase:
+        """The phase of training; a private run has no other."""
+        phases = self.method.phases(self.setup)
+        if len(phases) != 1 or phases[0].is_closing:
+            names = ", ".join(phase.name for phase in phases)
+            raise ConfigError(
+                f"a private run accounts for rounds of training only, and "
+                f"{type(self.method).__name__} has the phases {names}; choose another method"
+            )
+        return phases[0]
+
+    @property
+    def rate(self) -> float:
+        """The probability that a client takes part in a round."""
+        return self.phase.sampling_rate(self.setup.clients)
+
+    @cached_property
+    def accountant(self) -> Accountant:
+        """What finds ε of a number of releases."""
+        privacy, sampling = self.privacy, self.setup.sampling
+        delta = privacy.choose_delta(len(self.setup.clients))
+        if privacy.mechanism == "central":
+            return Accountant(delta, self.rate, sampling, privacy.accountant)
+        return Accountant(delta, 1.0, "poisson", privacy.accountant)  # the server knows who answers
+
+    @cached_property
+    def count_noise(self) -> float | None:
+        """σ_b of adaptive clipping; None: the norm stays."""
+        if self.privacy.clipping != "adaptive":
+            return None
+        return COUNT_NOISE * self.rate * len(self.setup.clients)
+
+    def start(self, state: State) -> State:
+        """The first state, with the clipping norm and the noise; refuses what cannot be private."""
+        memory = {"clip": self.privacy.clip, "noise_multiplier": self._find_noise_multiplier()}
+        state = replace(state, method_state={**state.method_state, MEMORY: memory})
+        rings = find_public_rings(self.setup, self.count_holdings(self.setup, state))
+        self._refuse_local_tensors()
+        if not any(ring.holders for ring in rings):
+            raise ConfigError("no tensor leaves the clients, so there is nothing to make private")
+        if self.count_noise is not None:
+            split_noise(memory["noise_multiplier"], self.count_noise)
+        return state
+
+    def _refuse_local_tensors(self) -> None:
+        """Only clients could tell how well a model with tensors of their own does."""
+        local = sorted(self.setup.structure.match_names(self.method.local_params))
+        if local:
+            raise ConfigError(
+                f"{type(self.method).__name__} keeps '{local[0]}' on its clients, and to evaluate "
+                "that would tell of their data; share all tensors, or choose another method"
+            )
+
+    def _find_noise_multiplier(self) -> float:
+        privacy = self.privacy
+        if privacy.noise_multiplier is not None:
+            return privacy.noise_multiplier
+        assert privacy.epsilon is not None
+        rounds = count_rounds(self.method, self.setup)
+        if privacy.mechanism == "local":
+            releases = self.count_participations(rounds)
+            return LOCAL_SENSITIVITY * self.accountant.find_noise_multiplier(
+                privacy.epsilon, max(releases, 1)
+            )
+        return self.accountant.find_noise_multiplier(privacy.epsilon, rounds)
+
+    def count_participations(self, rounds: int) -> int:
+        """In how many of the first rounds the client that is drawn most often takes part."""
+        counts = Counter(c for number in range(rounds) for c in self.sample_cohort(number))
+        return max(counts.values(), default=0)
+
+    def count_affordable_rounds(self, state: State) -> int:
+        """The rounds after which the run stops: all of them, or as many as the budget allows."""
+        total, epsilon = count_rounds(self.method, self.setup), self.privacy.epsilon
+        if epsilon is None:
+            return total
+        low, high = 0, total  # the last round that is within the budget
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.compute_epsilon(state, middle) <= epsilon:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def compute_epsilon(self, state: State, rounds: int) -> float:
+        """ε of the first rounds of the run."""
+        noise_multiplier = read_noise_multiplier(state)
+        if self.privacy.mechanism == "local":
+            return self.accountant.compute_epsilon(
+                noise_multiplier / LOCAL_SENSITIVITY, self.count_participations(rounds)
+            )
+        return self.accountant.compute_epsilon(noise_multiplier, rounds)
+
+    def sample_cohort(self, round: int) -> frozenset[int]:
+        """The numbers of the clients of a round, which only the secret tells."""
+        clients = self.phase.eligible(self.setup.clients)
+        draws = draw_uniform(self.secret, ("cohort", round), len(clients))
+        if self.setup.sampling == "poisson":
+            chosen = np.flatnonzero(draws < self.rate)
+        else:
+            chosen = np.argsort(draws, kind="stable")[: self.phase.count_needed(self.setup.clients)]
+        return frozenset(clients[i].id for i in chosen.tolist())
+
+    def plan(self, state: State, available: Collection[int]) -> list[Task]:
+        """The tasks of the clients that are drawn and available."""
+        cohort = self.sample_cohort(state.round) & set(available)
+        tasks = [task for task in self._plan_everyone(state)[0] if task.client in cohort]
+        bounded = bound_replies(tasks, self._bound(state))
+        if self.privacy.mechanism != "local":
+            return bounded
+        std = read_noise_multiplier(state) * read_clip(state)
+        return [replace(task, recipe=self._add_noise(task, std, state.round)) for task in bounded]
+
+    def _bound(self, state: State) -> dict[str, Any]:
+        privacy = self.privacy
+        return {
+            "clip": None if privacy.clipping == "rings" else read_clip(state),
+            "max_examples": privacy.max_examples,
+            "counts_clipping": privacy.clipping == "adaptive",
+        }
+
+    def _add_noise(self, task: Task, std: float, round: int) -> Any:
+        secret = derive_secret(self.secret, "client", task.client).hex()
+        return replace(task.recipe, noise=std, secret=secret, round=round)  # type: ignore[type-var]
+
+    def _plan_everyone(self, state: State) -> tuple[list[Task], Counter[Holding]]:
+        """The tasks that all registered clients would get in a round, and how many have each."""
+        if self._planned is None or self._planned[0] != state.round:
+            state = replace(state, phase=find_phase(state.round, self.method, self.setup).name)
+            tasks = self.method.plan(self.setup, state, self.phase.eligible(self.setup.clients))
+            holdings = Counter(tuple(task.subnets) for task in tasks)
+            self._planned = state.round, tasks, holdings
+        return self._planned[1:]
+
+    def count_holdings(self, setup: Setup, state: State) -> Mapping[Holding, int]:
+        """What registered clients hold in a round; public."""
+        return self._plan_everyone(state)[1]
+
+    def make_pipeline(self, pipeline: AggregationPipeline) -> AggregationPipeline:
+        """The method's pipeline with a private mean."""
+        if type(pipeline.aggregator) not in (Mean, LabelAwareMean):
+            raise ConfigError(
+                f"privacy is a mean with noise, and {type(self.method).__name__} merges by "
+                f"{pipeline.aggregator}; choose a method or rule that takes the mean"
+            )
+        mean = PrivateMean(
+            self.count_holdings,
+            self.rate,
+            self.secret,
+            per_ring=self.privacy.clipping == "rings",
+            count_noise=self.count_noise,
+            is_local=self.privacy.mechanism == "local",
+        )
+        adapt = self._make_adaptation()
+        return replace(
+            pipeline,
+            validators=(*pipeline.validators, RequireWholeReply(self.count_holdings)),
+            aggregator=mean,
+            server_updates=(*pipeline.server_updates, *adapt),
+        )
+
+    def _make_adaptation(self) -> tuple[AdaptClip, ...]:
+        if self.count_noise is None:
+            return ()
+        expected = self.rate * len(self.setup.clients)
+        privacy = self.privacy
+        return (
+            AdaptClip(privacy.quantile, privacy.clip_lr, expected, self.count_noise, self.secret),
+        )
+
+    def conceal(self, done: RoundDone, state: State) -> RoundDone:
+        """A round as it may be told: expected numbers instead of who took part, and what it cost.
+
+        Args:
+            done: The round as it was.
+            state: The state that the round started from.
+        """
+        sizes = (
+            count_subnet_bytes(self.setup, subnet) * count
+            for holding, count in self.count_holdings(self.setup, state).items()
+            for subnet in holding
+        )
+        expected = round(self.rate * sum(sizes))
+        return RoundDone(
+            done.round,
+            done.phase,
+            None,
+            round(self.rate * len(self.setup.clients)),
+            (),
+            expected,
+            expected,
+            done.seconds,
+            privacy=self.describe(state, done.round),
+        )
+
+    def describe(self, state: State, rounds: int) -> PrivacySpent:
+        """What the rounds so far have cost; ``state`` is the one that the last round started from.
+
+        Args:
+            state: Has the clipping norm and the noise of the round.
+            rounds: The number of rounds that are done.
+        """
+        noise_multiplier, clip = read_noise_multiplier(state), read_clip(state)
+        on_sum = noise_multiplier
+        if self.count_noise is not None:
+            on_sum = split_noise(noise_multiplier, self.count_noise)
+        population = self.count_holdings(self.setup, state)
+        rings = find_public_rings(self.setup, population)
+        holders = rings.count_holders(population)
+        spread = on_sum * clip / self.rate
+        noise = {f"{count:g}": _shorten(spread / count) for count in holders if count}
+        if self.privacy.mechanism == "local":  # every holder adds its own noise
+            noise = {
+                f"{count:g}": _shorten(spread * math.sqrt(self.rate / count))
+                for count in holders
+                if count
+            }
+        return PrivacySpent(
+            _shorten_epsilon(self.compute_epsilon(state, rounds)),
+            self.accountant.delta,
+            noise_multiplier,
+            clip,
+            noise,
+            self._compute_tier_epsilon(state, rounds),
+        )
+
+    def _compute_tier_epsilon(self, state: State, rounds: int) -> dict[str, float | None]:
+        """ε by the number of parameters that a client holds: 1/σ_t² = Σ_{g held} 1/σ_g².
+
+        σ_g = σ C / C_g is the noise of ring g, relative to its own clipping norm.
+        """
+        if self.privacy.clipping != "rings":
+            return {}
+        population = self.count_holdings(self.setup, state)
+        rings = find_public_rings(self.setup, population)
+        shares = share_clip(rings)
+        tiers: dict[str, float | None] = {}
+        for number in range(len(rings.holdings)):
+            held = [n for n, ring in enumerate(rings) if number in ring.holders]
+            share = math.hypot(*(shares[n] for n in held))  # C_t / C = σ / σ_t
+            noise_multiplier = read_noise_multiplier(state) / share if share else math.inf
+            cells = sum(rings[n].num_cells for n in held)
+            epsilon = self.accountant.compute_epsilon(noise_multiplier, rounds)
+            tiers[f"{cells}"] = _shorten_epsilon(epsilon)
+        return dict(sorted(tiers.items(), key=lambda pair: -int(pair[0])))
+
+
+def require_same_privacy(state: State, *, is_private: bool) -> None:
+    """Refuses to go on with a private run as another kind of run, or the other way round."""
+    if (MEMORY in state.method_state) != is_private:
+        raise CheckpointError(
+            "a private run is resumed with its privacy settings, and another without; give the "
+            "settings that it was started with"
+        )
+
+
+def _shorten_epsilon(epsilon: float) -> float | None:
+    """ε as records have it: None if there is no bound."""
+    return _shorten(epsilon) if math.isfinite(epsilon) else None
+
+
+def _shorten(value: float) -> float:
+    """A number with the digits that records need."""
+    return float(f"{value:.6g}")
