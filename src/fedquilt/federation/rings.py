@@ -197,10 +197,6 @@ class Rings:
             labels[part][name] = view_cells(self._labels[target], self._cells[number][target])
         return labels
 
-    def mask(self, name: str, ring: int) -> Tensor:
-        """Whether each cell of a global tensor is in the ring."""
-        return self._labels[name].eq(ring)
-
     def layout(self, holding: Sequence[Subnet]) -> RingLayout:
         """Where the rings of a holding lie among its tensors."""
         number = self.find_holding(holding)
@@ -280,15 +276,9 @@ class Rings:
         return torch.tensor(values)[self._labels[name].long()]
 
     def _complete(self, params: Params) -> dict[str, Tensor]:
-        """The tensors that are divided; a private one that is missing is the shared one.
-
-        Where all tensors are private there is no shared one, and zeros stand for it.
-        """
-        whole = {}
-        for target, shape in self._shapes.items():
-            name = target if target in params else target.partition("@")[0]
-            whole[target] = params[name] if name in params else torch.zeros(shape)
-        return whole
+        """The tensors that are divided; a private one that is missing is the shared one, or zero."""
+        names = {t: t if t in params else t.partition("@")[0] for t in self._shapes}
+        return {t: params.get(n, torch.zeros(self._shapes[t])) for t, n in names.items()}
 
     @cached_property
     def _present(self) -> Mapping[str, frozenset[int]]:

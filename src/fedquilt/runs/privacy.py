@@ -91,7 +91,7 @@ class PrivateRounds:
         delta = privacy.choose_delta(len(self.setup.clients))
         if privacy.mechanism == "central":
             return Accountant(delta, self.rate, sampling, privacy.accountant)
-        return Accountant(delta, 1.0, "poisson", privacy.accountant)  # the server knows who answers
+        return Accountant(delta, 1.0, "poisson", privacy.accountant)  # the server sees who answers
 
     @cached_property
     def count_noise(self) -> float | None:

@@ -144,19 +144,19 @@ def _compute_epsilon(accountant: Accountant, noise_multiplier: float, rounds: in
         event = dp.SampledWithoutReplacementDpEvent(
             10**9, round(accountant.rate * 10**9), dp.GaussianDpEvent(noise_multiplier / 2)
         )
-        ledger = rdp.RdpAccountant(neighboring_relation=relation.REPLACE_ONE)
+        spent = rdp.RdpAccountant(neighboring_relation=relation.REPLACE_ONE)
     else:
         event = dp.GaussianDpEvent(noise_multiplier)
         if accountant.rate < 1:
             event = dp.PoissonSampledDpEvent(accountant.rate, event)
-        ledger = (
+        spent = (
             rdp.RdpAccountant()
             if accountant.kind == "rdp"
             else pld.PLDAccountant(value_discretization_interval=PLD_STEP)
         )
     with _quiet():
-        ledger.compose(event, rounds)
-        return float(ledger.get_epsilon(accountant.delta))
+        spent.compose(event, rounds)
+        return float(spent.get_epsilon(accountant.delta))
 
 
 @contextmanager

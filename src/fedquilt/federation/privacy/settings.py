@@ -12,7 +12,7 @@ from fedquilt.federation.state import Sampling
 from fedquilt.ranges import Count, NotNegative, Positive, check_fields, check_value
 
 Delta = Annotated[float, Field(gt=0, lt=1)]
-Mechanism = Literal["central", "local", "dp-sgd"]
+Mechanism = Literal["central", "local"]
 Clipping = Literal["flat", "rings", "adaptive"]
 
 
@@ -22,8 +22,7 @@ class Privacy:
 
     ``central``: the server adds noise to the sum of the clients' changes, and what is protected is
     whether a client took part, with all of its data. ``local``: every client adds the noise itself,
-    so that the server need not be trusted. ``dp-sgd``: every client trains with noise in each step,
-    and what is protected is a single example of a client.
+    so that the server need not be trusted.
 
     Give ``epsilon``, and the noise is found for the rounds of the run; or ``noise_multiplier``, and
     ε is what comes of it; or both, and the run stops before ε is exceeded.
@@ -32,8 +31,8 @@ class Privacy:
         epsilon: The privacy budget ε of the whole run; None: as the noise gives.
         delta: δ of the guarantee; None: 1 / N^1.1 for N registered clients.
         noise_multiplier: σ: the noise's standard deviation over the clipping norm; None: found.
-        clip: C: the largest norm of a client's change, or of an example's gradient with dp-sgd.
-        mechanism: central, local or dp-sgd.
+        clip: C: the largest norm of a client's change.
+        mechanism: central or local.
         clipping: flat: one norm for all; rings: one per ring of cells, so that small clients spend
             less; adaptive: a norm that follows a quantile of the clients'.
         quantile: With adaptive clipping, the fraction of clients whose change is not clipped.
@@ -65,11 +64,6 @@ class Privacy:
             raise ConfigError(
                 f"clipping '{self.clipping}' is for the central mechanism, got "
                 f"'{self.mechanism}'; leave out privacy.clipping"
-            )
-        if self.mechanism == "dp-sgd" and self.max_examples is not None:
-            raise ConfigError(
-                "max_examples bounds what a client counts for, and dp-sgd protects examples, not "
-                "clients; leave out privacy.max_examples"
             )
 
     @property
