@@ -276,7 +276,7 @@ class Rings:
         return torch.tensor(values)[self._labels[name].long()]
 
     def _complete(self, params: Params) -> dict[str, Tensor]:
-        """The tensors that are divided; a private one that is missing is the shared one, or zero."""
+        """The tensors that are divided; a missing private one is the shared one, or zero."""
         names = {t: t if t in params else t.partition("@")[0] for t in self._shapes}
         return {t: params.get(n, torch.zeros(self._shapes[t])) for t, n in names.items()}
 
