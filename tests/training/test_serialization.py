@@ -88,3 +88,45 @@ def test_settings_that_a_recipe_does_not_have_are_refused():
 def test_what_is_not_plain_is_not_sent(value):
     with pytest.raises(ConfigError, match="numbers, words"):
         to_plain(value)
+
+
+def halve(position: int, total: int) -> float:
+    return 0.5**position
+
+
+ADAMW = {"name": "adamw", "betas": [0.9, 0.98]}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", ADAMW, "mine.py:make", "sgd"])
+def test_every_kind_of_optimizer_arrives_as_it_was(optimizer):
+    settings = LocalTraining(optimizer=optimizer, schedule=("warmup:2", "mine.py:factor"))
+    paths = ["mine.py:make", "mine.py:factor"]
+    arrived = from_plain(json.loads(json.dumps(to_plain(settings))), functions=paths)
+    assert arrived == settings
+
+
+def test_a_function_travels_by_the_path_that_it_is_imported_by():
+    arrived = from_plain(to_plain(LocalTraining(step_schedule=halve)), functions=None)
+    assert arrived.step_schedule[0](3, 9) == 0.125
+    assert arrived.step_schedule[0].path == f"{__name__}:halve"
+    with pytest.raises(ConfigError, match="by the path that it can be imported by"):
+        to_plain(lambda: None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "os:system"},
+        {"optimizer": {KIND: "fedquilt.training.function_path:FunctionPath"}},
+        {"step_schedule": ["constant:1", "os:system"]},
+        {"schedule": "os:system"},
+    ],
+    ids=str,
+)
+def test_a_message_names_no_code_that_the_receiver_does_not(settings):
+    """As a string, or as what it becomes: neither is imported."""
+    plain = to_plain(LocalTraining())
+    if isinstance(settings.get("optimizer"), dict):
+        settings["optimizer"] |= {"path": "os:system", "noun": "optimizer"}
+    with pytest.raises(ConfigError, match="'os:system' is code, and it is not in the settings"):
+        from_plain({**plain, **settings}, functions=["mine.py:make"])

@@ -23,6 +23,7 @@ TRAIN_OPTIONS = {  # parameter of the command -> setting
     "partition": "data.partition",
     "budgets": "data.budgets",
     "fraction": "method.fraction",
+    "optimizer": "local_training.optimizer",
     "lr": "local_training.lr",
     "server_optimizer": "server_optimizer.name",
     "seed": "seed",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,12 @@ from fedquilt.runs.from_config import (
 from fedquilt.runs.plan import resume_run, start_run
 from fedquilt.runs.run import Run
 from fedquilt.settings.load import flatten_settings, load_config, override_settings
-from fedquilt.settings.resolve import build_method, load_source, resolve_config
+from fedquilt.settings.resolve import build_method, list_code, load_source, resolve_config
 from fedquilt.settings.schema import Config
 from fedquilt.settings.toml import format_value, read_toml
+from fedquilt.training.function_path import FunctionPath
+from fedquilt.training.settings import LocalTraining
+from fedquilt.training.torch_optimizers import TorchOptimizer
 from fedquilt.user_code import is_function_path
 
 EXAMPLE = "fedquilt train --data mnist --clients 100 --fraction 0.1 --budgets a1-e9"
@@ -155,7 +158,8 @@ def _load_resumable(
         )
     config = load_config(override_settings(before.model_dump(), changes))
     _refuse_other_settings(before, config, folder)
-    require_trust(before, folder, trust=trust or "model.name" in changes)
+    code = {} if trust else list_code(before)
+    require_trust({name: path for name, path in code.items() if name not in changes}, folder)
     if on_flower != (before.flower.name is not None):
         other = "leave out --engine" if on_flower else "add --engine flower"
         raise ConfigError(f"a resumed run keeps its engine, and so its clients; {other}")
@@ -182,7 +186,7 @@ def _train_with_progress(
 ) -> Run:
     """Trains a run to its end, with its progress on the console."""
     watch = ProgressBar(console, config.rounds)
-    with _handle_stop(folder, lambda: watch.num_rounds, _list_trust_options(config.model.name)):
+    with _handle_stop(folder, lambda: watch.num_rounds, _list_trust_options(list_code(config))):
         plan = plan_run(config, source, folder)
         run = resume_run(plan) if resume else start_run(plan)
         head = [
@@ -218,8 +222,17 @@ def _describe_run(config: Config) -> str:
     return (
         f"{format_count(config.rounds, 'round')} of {clients} with budgets {sizes}; "
         f"{format_count(local_training.epochs, 'epoch')} of "
-        f"batches of {local_training.batch_size}, learning rate {local_training.lr:g}"
+        f"batches of {local_training.batch_size}, {_describe_optimizer(local_training)}"
     )
+
+
+def _describe_optimizer(local_training: LocalTraining) -> str:
+    """The optimizer, unless it is SGD, and its learning rate."""
+    optimizer = local_training.optimizer
+    if isinstance(optimizer, FunctionPath):
+        return f"optimizer {optimizer.path}"
+    name = f"{optimizer.name}, " if isinstance(optimizer, TorchOptimizer) else ""
+    return f"{name}learning rate {local_training.lr:g}"
 
 
 def _train_on_flower(
@@ -242,7 +255,7 @@ def _train_on_flower(
         config = resolve_for_nodes(load_config(override_settings({}, changes)), place)
         folder = out or _find_free_folder(config)
     again = ["--engine", engine, *([] if federation is None else ["--federation", federation])]
-    again += _list_trust_options(config.model.name)
+    again += _list_trust_options(list_code(config))
     with _handle_stop(folder, lambda: config.rounds, again):
         print_lines(console, f"{config.method.name} on Flower, seed {config.seed}, in {folder}")
         run = train_on_flower(
@@ -274,9 +287,9 @@ def _handle_stop(
         raise typer.Exit(130) from None
 
 
-def _list_trust_options(model: str) -> list[str]:
-    """What a command about the run needs if its model is code."""
-    return ["--trust"] if is_function_path(model) else []
+def _list_trust_options(code: Collection[str]) -> list[str]:
+    """What a command about the run needs if that runs code."""
+    return ["--trust"] if code else []
 
 
 def _finish(run: Run, *, as_json: bool) -> None:
@@ -296,5 +309,6 @@ def _next_commands(run: Run) -> list[str]:
         small = min((score.width for score in run.scores), default=1.0)
         found.append(["customize", folder, "--width", str(small), "--out", "small.onnx"])
     found.append(["report", folder, "--out", "report"])
-    more = _list_trust_options(run.info.config["model"]["name"]) if run.info.config else []
+    model = run.info.config["model"]["name"] if run.info.config else ""
+    more = _list_trust_options([model] if is_function_path(model) else [])
     return [shlex.join(["fedquilt", *words, *more]) for words in found]

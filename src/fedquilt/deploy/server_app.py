@@ -42,7 +42,7 @@ from fedquilt.runs.from_config import plan_run_over, read_started_config, requir
 from fedquilt.runs.plan import resume_run, start_run
 from fedquilt.runs.run import Run
 from fedquilt.settings.load import load_config, override_settings
-from fedquilt.settings.resolve import fit_model_to_data, load_source
+from fedquilt.settings.resolve import fit_model_to_data, list_code, load_source
 from fedquilt.settings.schema import DEFAULT_CLIENTS, Config
 
 
@@ -124,7 +124,10 @@ def _ensure_run_name(config: Config) -> Config:
 def _restore_config(config: Config, folder: Path) -> Config:
     """The settings that a run was started with; rounds may be more, and ``flower`` may change."""
     stored = read_started_config(RunDirectory(folder))
-    require_trust(stored, folder, trust=stored.model.name == config.model.name)
+    named = list_code(config)
+    require_trust(
+        {n: path for n, path in list_code(stored).items() if named.get(n) != path}, folder
+    )
     flower = {**config.flower.model_dump(), "name": stored.flower.name}
     changes = {"rounds": max(config.rounds, stored.rounds), "flower": flower}
     return load_config(override_settings(stored.model_dump(), changes))

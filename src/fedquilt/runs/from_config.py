@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,7 +136,8 @@ def open_configured_run(
         return _open_python_run(folder, info, model)
     config = load_config(info.config)
     if model is None:
-        require_trust(config, folder, trust=trust)
+        name = config.model.name
+        require_trust({"model.name": name} if is_function_path(name) and not trust else {}, folder)
     else:
         config = load_config(override_settings(config.model_dump(), {"model.name": model}))
     return open_run(folder, build_model(config), build_method(config))
@@ -154,7 +155,7 @@ def _open_python_run(folder: str | Path, info: RunInfo, model: str | None) -> Ru
         )
     if model is None and is_function_path(call.name):
         raise CheckpointError(f"{folder} names code as its model, and runs of Python name none")
-    method = from_plain(info.method_settings, METHOD_CLASSES)
+    method = from_plain(info.method_settings, METHOD_CLASSES, functions=None)  # it does not train
     return open_run(folder, make_model(call.name, call.options), method)
 
 
@@ -175,13 +176,20 @@ def load_clients(run: Run, data: str | None = None) -> Population | None:
     )
 
 
-def require_trust(config: Config, folder: str | Path, *, trust: bool) -> None:
-    """Refuses settings of a directory that would run a file which the directory names."""
-    name = config.model.name
-    if is_function_path(name) and not trust:
+def require_trust(code: Mapping[str, str], folder: str | Path) -> None:
+    """Refuses to run code that a directory names and the user does not.
+
+    Args:
+        code: What would be run and is not trusted, by the settings that name it.
+        folder: The directory.
+    """
+    for setting, path in code.items():
+        noun, remedy = "model", ", or name it yourself: model='FILE.py:FUNCTION'"
+        if setting != "model.name":
+            noun, remedy = setting.rpartition(".")[2].replace("_", " "), ""
         raise ConfigError(
-            f"{folder} names code as its model, '{name}', and a directory may come from anybody; "
-            "if you trust that file give trust=True, or name it yourself: model='FILE.py:FUNCTION'"
+            f"{folder} names code as its {noun}, '{path}', and a directory may come from anybody; "
+            f"if you trust that file give trust=True{remedy}"
         )
 
 

@@ -24,7 +24,7 @@ from fedquilt.runs.events import Callback, WaitingForLock, combine_callbacks, li
 from fedquilt.runs.identity import compute_fingerprint, describe_settings
 from fedquilt.runs.loop import TrainingLoop
 from fedquilt.runs.policies import Cadence, FaultPolicy
-from fedquilt.runs.preflight import check_start
+from fedquilt.runs.preflight import check_local_training, check_start
 from fedquilt.runs.privacy import PrivateRounds, hide_data
 from fedquilt.runs.run import Run
 from fedquilt.structure.cut import load_tensors
@@ -97,6 +97,7 @@ def resume_run(plan: RunPlan) -> PreparedRun:
 def _check(plan: RunPlan, *, resume: bool) -> None:
     setup = plan.setup
     check_start(setup.model, setup.example, plan.population, setup.rounds)
+    check_local_training(plan.method, setup.model, setup.rounds)
     if plan.directory is not None:
         plan.directory.check(resume=resume)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedquilt.data.population import Population
-from fedquilt.errors import ConfigError, DataError, describe_unknown
+from fedquilt.errors import ConfigError, DataError, FedquiltError, describe_unknown
 from fedquilt.formatting import format_count
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
@@ -20,6 +21,9 @@ from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.supported import require_supported
 from fedquilt.structure.tensors import Example, to_arguments
 from fedquilt.training.initialization import find_given_value
+from fedquilt.training.optimizer_settings import StepwiseSettings
+from fedquilt.training.optimizers import make_optimizer
+from fedquilt.training.settings import LocalTraining
 
 
 def find_method(method: Method | str) -> Method:
@@ -60,6 +64,34 @@ def check_start(model: nn.Module, example: Example, population: Population, roun
     if labels is not None:
         _check_labels_fit(logits, labels)
     _check_classes(logits, population)
+
+
+def check_local_training(method: Method, model: nn.Module, rounds: int) -> None:
+    """Refuses an optimizer that cannot be made, and a schedule that has no factor for a round."""
+    settings = getattr(method, "local_training", None)
+    if not isinstance(settings, LocalTraining):
+        return
+    with _describe_failure("optimizer"):
+        optimizer = settings.optimizer_at(settings.lr, num_examples=settings.batch_size)
+        make_optimizer(model.parameters(), optimizer)
+    with _describe_failure("schedule"):
+        for round in range(rounds):
+            settings.lr_at(round, rounds)
+        if isinstance(optimizer, StepwiseSettings):
+            optimizer.schedule.factor_at(0, settings.epochs)
+
+
+@contextmanager
+def _describe_failure(noun: str) -> Iterator[None]:
+    """Raises a ConfigError for whatever a function of the user raises."""
+    try:
+        yield
+    except FedquiltError:
+        raise
+    except Exception as problem:
+        raise ConfigError(
+            f"the function of the {noun} raised {type(problem).__name__}: {problem}"
+        ) from problem
 
 
 def check_clients(population: Population) -> None:

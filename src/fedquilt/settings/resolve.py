@@ -34,8 +34,10 @@ from fedquilt.structure.create import trace_structure
 from fedquilt.structure.measure import SHORT_LENGTHS, is_recurrent
 from fedquilt.structure.structure import Structure
 from fedquilt.training.function_path import FunctionPath
+from fedquilt.training.serialization import list_functions
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.torch_optimizers import TorchOptimizer
+from fedquilt.user_code import is_function_path
 
 OF_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
 OF_SCHEDULE = ("schedule", "milestones", "milestone_decay", "cosine", "round_decay")
@@ -80,6 +82,20 @@ def build_local_training(default: LocalTraining, given: Mapping[str, Any]) -> Lo
     values = {**{key: value for key, value in values.items() if key not in replaced}, **given}
     values["max_grad_norm"] = values["max_grad_norm"] or None  # TOML has no null: 0 stands for it
     return LocalTraining(**values)
+
+
+def list_code(config: Config) -> dict[str, str]:
+    """Lists the code that training runs: the paths of functions, by the settings that name them.
+
+    >>> list_code(load_config({"local_training": {"schedule": ["warmup:5", "mine.py:factor"]}}))
+    {'local_training.schedule': 'mine.py:factor'}
+    """
+    code = {"model.name": config.model.name} if is_function_path(config.model.name) else {}
+    local_training = build_method(config).local_training  # type: ignore[attr-defined]
+    for name in ("optimizer", "schedule", "step_schedule"):
+        for function in list_functions(getattr(local_training, name)):
+            code[f"local_training.{name}"] = function.path
+    return code
 
 
 def list_local_training(local_training: LocalTraining) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from fedquilt.user_code import load_function
@@ -26,8 +28,15 @@ class FunctionPath:
 
     def load(self) -> Callable[..., Any]:
         """Imports the function, or raises a ConfigError that says why it cannot be."""
-        return load_function(self.path, self.noun)
+        file = Path(self.path.rpartition(":")[0])
+        return _load(self.path, self.noun, file.stat().st_mtime_ns if file.is_file() else 0)
 
     def __call__(self, *arguments: Any) -> Any:
         """Calls the function."""
         return self.load()(*arguments)
+
+
+@lru_cache(maxsize=64)
+def _load(path: str, noun: str, modified: int) -> Callable[..., Any]:
+    """Imports a function, once for each version of its file."""
+    return load_function(path, noun)
