@@ -18,6 +18,8 @@ Linear(in_features=4, out_features=10, bias=True)
 True
 """
 
+from fedquilt.comparison.compare import compare
+from fedquilt.comparison.comparison import Comparison
 from fedquilt.customize.export import export
 from fedquilt.data import Dataset, load_dataset, transforms
 from fedquilt.data.population import Population, make_clients
@@ -127,6 +129,7 @@ __all__ = [
     "ClientContext",
     "ClientDone",
     "ClientResult",
+    "Comparison",
     "Cost",
     "Dataset",
     "Decoder",
@@ -185,6 +188,7 @@ __all__ = [
     "average",
     "build_module",
     "chain",
+    "compare",
     "compute_cost",
     "copy_subnet_tensors",
     "declare_structure",

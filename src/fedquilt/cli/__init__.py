@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedquilt import __version__
-from fedquilt.cli import cost, customize, evaluate, report, schema, train, up
+from fedquilt.cli import compare, cost, customize, evaluate, report, schema, train, up
 from fedquilt.cli.output import detachable_output
 from fedquilt.cli.wording import speak_options
 from fedquilt.errors import FedquiltError
@@ -63,6 +63,7 @@ def about(
 
 for module, command in (
     (train, train.train),
+    (compare, compare.compare),
     (evaluate, evaluate.evaluate),
     (report, report.report),
     (cost, cost.cost),

@@ -34,6 +34,14 @@ TRAIN_OPTIONS = {  # parameter of the command -> setting
     "test_locally": "run.test_locally",
 }
 
+COMPARE_OPTIONS = {  # what all methods of a comparison share
+    name: TRAIN_OPTIONS[name]
+    for name in (
+        *("data", "model", "rounds", "clients", "partition", "budgets"),
+        *("fraction", "lr", "evaluate_every"),
+    )
+}
+
 
 def describe_setting(name: str) -> str:
     """Describes a setting and its default, for ``--help``.

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.report.density import estimate_density
-from fedquilt.report.figures import Bars, Boxes, Densities, Figure, Grid, Lines
+from fedquilt.report.figures import Bars, Boxes, Densities, Figure, Grid, Lines, Scatter
 
 MAX_LEVEL_LABELS = 8  # names below bars that are nearly level; more of them stand upright
 NUM_BINS = 20  # of a histogram
+MIN_SCATTER_RATIO = 3  # the same where points are few
 MIN_LOG_RATIO = 20  # of the largest to the smallest x, for a logarithmic axis
 
 
 def draw_figure(figure: Figure, path: Path) -> None:
-    """Draws a figure into a PNG file."""
+    """Draws a figure into a file; its name says of which kind, such as .png or .svg."""
     figure = replace(
         figure, **{f.name: escape_math(getattr(figure, f.name)) for f in fields(figure)}
     )
@@ -33,6 +34,8 @@ def draw_figure(figure: Figure, path: Path) -> None:
                 _draw_densities(panels[0], figure)
             case Boxes():
                 _draw_boxes(panels, figure)
+            case Scatter():
+                _draw_scatter(panels, figure)
 
 
 def escape_math(value: Any) -> Any:
@@ -72,6 +75,23 @@ def _draw_boxes(panels: list[Any], figure: Boxes) -> None:
             panel.boxplot(list(drawn.values()), tick_labels=list(drawn))
         panel.set(ylabel=label)
         panel.tick_params(axis="x", rotation=30)
+
+
+def _draw_scatter(panels: list[Any], figure: Scatter) -> None:
+    for panel, (label, points) in zip(panels, figure.panels.items(), strict=True):
+        for number, (name, (x, y, deviation)) in enumerate(points.items()):
+            style = {"fmt": "o", "capsize": 3, "color": f"C{number % 10}"}
+            panel.errorbar(x, y, yerr=deviation or None, **style)
+            panel.annotate(name, (x, y), (6, 4), textcoords="offset points", fontsize=8)
+        front = [points[name][:2] for name in figure.fronts.get(label, ())]
+        if len(front) > 1:
+            panel.plot(*zip(*front, strict=True), "--", color="gray", zorder=0)
+        xs = [x for x, _, _ in points.values()]
+        if xs and max(xs) > MIN_SCATTER_RATIO * min(xs) > 0:
+            panel.set_xscale("log")
+        panel.set(xlabel=label, ylabel=figure.y)
+        panel.margins(x=0.2, y=0.1)  # room for names
+    panels[0].figure.suptitle(figure.title, fontsize="medium")
 
 
 def _draw_bars(panel: Any, figure: Bars) -> None:
@@ -128,7 +148,7 @@ def _open_panels(figure: Figure, path: Path) -> Iterator[list[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
     from matplotlib.figure import Figure as Canvas
 
-    count = len(figure.panels) if isinstance(figure, Boxes) else 1
+    count = len(figure.panels) if isinstance(figure, (Boxes, Scatter)) else 1
     size = (4.2 * count + 1.5, 4.0)
     if isinstance(figure, Grid):  # large enough for the label of every cell
         rows, columns = len(figure.rows), len(figure.columns)

@@ -69,4 +69,18 @@ class Densities:
     caption: str = ""
 
 
-Figure = Lines | Bars | Boxes | Grid | Densities
+Point = tuple[float, float, float]  # x, y, and the deviation of y
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Named points, in panels side by side, of which some are joined to a front."""
+
+    title: str
+    y: str
+    panels: Mapping[str, Mapping[str, Point]]  # by the label of x
+    fronts: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by the label of x
+    caption: str = ""
+
+
+Figure = Lines | Bars | Boxes | Grid | Densities | Scatter

@@ -52,11 +52,11 @@ def make_size_table(rows: Sequence[Row]) -> RenderableType:
     """A table with one row per size; two tables, of costs and scores, if one is too wide."""
     names = select_columns(rows)
     if _measure_width(rows, names) <= MAX_WIDTH:
-        return _make_table(*_make_cells(rows, names))
+        return make_table(*_make_cells(rows, names))
     dials = [name for name in names if name in DIALS]
     costs = [name for name in names if name in COSTS]
     scores = [name for name in names if name not in (*DIALS, *COSTS)]
-    return Group(*(_make_table(*_make_cells(rows, [*dials, *part])) for part in (costs, scores)))
+    return Group(*(make_table(*_make_cells(rows, [*dials, *part])) for part in (costs, scores)))
 
 
 def select_columns(rows: Sequence[Row]) -> list[str]:
@@ -95,7 +95,7 @@ def make_legend(
 
 def make_domain_table(rows: Sequence[Row]) -> Table:
     """A table of user accuracy in each domain, with one column per size."""
-    return _make_table(*make_domain_rows(rows))
+    return make_table(*make_domain_rows(rows))
 
 
 def make_domain_rows(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -128,7 +128,8 @@ def _measure_width(rows: Sequence[Row], names: Sequence[str]) -> int:
     return sum(widths) + 3 * len(widths) + 1
 
 
-def _make_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def make_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of texts, without lines between rows."""
     table = Table(box=box.SIMPLE)
     for title in header:
         table.add_column(title, justify="right", no_wrap=True, vertical="bottom")

@@ -56,11 +56,11 @@ def make_local_engine(
 
 def _choose_count(devices: Sequence[torch.device]) -> int:
     if not is_accelerator(devices[0]):
-        return _count_cores()
+        return count_cores()
     return int(len(devices) > 1)
 
 
-def _count_cores() -> int:
+def count_cores() -> int:
     """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -1,0 +1,1 @@
+"""Which method for these data and devices: many runs, and one table about them."""

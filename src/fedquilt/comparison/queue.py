@@ -1,0 +1,225 @@
+"""Runs of a comparison, queued over the cores: one process each, where processes can be forked.
+
+A process that is forked has the model, the data and the methods of its parent, so nothing needs to
+be sent or imported. Every run has one thread, and the bits that it would have alone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from fedquilt.comparison.execute import execute_trial
+from fedquilt.comparison.progress import (
+    ComparisonCallback,
+    TrialDone,
+    TrialFailed,
+    TrialProgress,
+    TrialsQueued,
+    ignore_events,
+)
+from fedquilt.comparison.results import TrialResult
+from fedquilt.comparison.spending import Device
+from fedquilt.comparison.store import TrialStore
+from fedquilt.comparison.trial import Address, Trial, compute_address
+from fedquilt.engines.client_work import describe_exception
+from fedquilt.engines.worker import exit_with_parent, retain_freed_memory
+from fedquilt.errors import FedquiltError
+from fedquilt.runs.engines import count_cores
+
+STOP_SECONDS = 20.0  # for a run that is stopped to save itself
+
+
+@dataclass(frozen=True)
+class FailedTrial:
+    """A run that failed, and why."""
+
+    problem: str
+
+
+Outcome = TrialResult | FailedTrial
+
+
+def run_trials(
+    trials: Sequence[Trial],
+    store: TrialStore,
+    *,
+    workers: int | None = None,
+    device: Device | None = None,
+    purpose: str = "runs",
+    on_event: ComparisonCallback = ignore_events,
+) -> list[Outcome]:
+    """Does all runs that are not done yet; returns what came of each, in order.
+
+    Trials with the same address are one run. A run that was stopped is resumed. One that fails
+    does not stop the others; it is tried again when it is asked for again.
+
+    Args:
+        trials: The runs.
+        store: Where they are kept.
+        workers: How many run at a time; None: one per core, 0: one after another in this process.
+        device: How fast the simulated devices are; None: ``Device()``.
+        purpose: What the runs are for, in a word.
+        on_event: Is called with what happens.
+    """
+    addresses = [compute_address(trial) for trial in trials]
+    unique = dict(zip(map(str, addresses), zip(trials, addresses, strict=True), strict=True))
+    outcomes: dict[str, Outcome] = {}
+    for key, (_, address) in unique.items():
+        result = store.find_result(address)
+        if result is not None:
+            outcomes[key] = result
+    waiting = [pair for key, pair in unique.items() if key not in outcomes]
+    on_event(TrialsQueued(purpose, len(unique), len(outcomes)))
+    count = count_cores() if workers is None else workers
+    queue = _Queue(deque(waiting), store, device or Device(), on_event, outcomes)
+    if count == 0 or sys.platform != "linux":
+        queue.run_here(count)
+    else:
+        queue.run_in_processes(min(count, len(waiting)))
+    return [outcomes[str(address)] for address in addresses]
+
+
+@dataclass
+class _Running:
+    """A run in a process of its own."""
+
+    trial: Trial
+    address: Address
+    process: BaseProcess
+    pipe: Connection
+
+
+@dataclass
+class _Queue:
+    """Runs that wait, and what came of others."""
+
+    waiting: deque[tuple[Trial, Address]]
+    store: TrialStore
+    device: Device
+    on_event: ComparisonCallback
+    outcomes: dict[str, Outcome]
+
+    def run_here(self, workers: int) -> None:
+        """Does one run after another; clients' work is done by workers."""
+        while self.waiting:
+            trial, address = self.waiting.popleft()
+
+            def on_round(round: int, total: int, trial: Trial = trial) -> None:
+                self.on_event(TrialProgress(trial, round, total))
+
+            outcome: Outcome
+            try:
+                outcome = execute_trial(
+                    trial, address, self.store, self.device, workers=workers, on_round=on_round
+                )
+            except Exception as problem:
+                outcome = FailedTrial(describe_problem(problem))
+            self._add(trial, address, outcome, 0)
+
+    def run_in_processes(self, count: int) -> None:
+        """Keeps so many processes busy; stops them all if this one is stopped."""
+        running: list[_Running] = []
+        try:
+            while self.waiting or running:
+                while self.waiting and len(running) < count:
+                    running.append(self._start(*self.waiting.popleft()))
+                ready = connection.wait([one.pipe for one in running])
+                for one in [one for one in running if one.pipe in ready]:
+                    if self._receive(one, len(running) - 1):
+                        running.remove(one)
+        finally:
+            _stop(running)
+
+    def _start(self, trial: Trial, address: Address) -> _Running:
+        context: Any = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_run_process,
+            args=(theirs, trial, address, self.store, self.device, os.getpid()),
+        )
+        process.start()
+        theirs.close()
+        return _Running(trial, address, process, ours)
+
+    def _receive(self, one: _Running, num_running: int) -> bool:
+        """Takes a message; whether it was the last one."""
+        try:
+            message = one.pipe.recv()
+        except (EOFError, OSError):
+            one.process.join()
+            message = FailedTrial(_describe_exit(one.process.exitcode))
+        if isinstance(message, tuple):
+            self.on_event(TrialProgress(one.trial, *message))
+            return False
+        one.process.join()
+        outcome = self.store.find_result(one.address) if message is None else message
+        assert outcome is not None
+        self._add(one.trial, one.address, outcome, num_running)
+        return True
+
+    def _add(self, trial: Trial, address: Address, outcome: Outcome, num_running: int) -> None:
+        self.outcomes[str(address)] = outcome
+        left = len(self.waiting) + num_running
+        if isinstance(outcome, FailedTrial):
+            self.on_event(TrialFailed(trial, outcome.problem, left))
+        else:
+            self.on_event(TrialDone(trial, outcome, left))
+
+
+def _run_process(
+    pipe: Connection, trial: Trial, address: Address, store: TrialStore, device: Device, parent: int
+) -> None:
+    """The main function of a process: does one run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends this process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the run saves itself
+    exit_with_parent(parent)
+    retain_freed_memory()
+    torch.set_num_threads(1)
+    message: FailedTrial | None = None
+    try:
+        execute_trial(
+            trial, address, store, device, on_round=lambda done, total: pipe.send((done, total))
+        )
+    except KeyboardInterrupt:
+        os._exit(1)
+    except Exception as problem:
+        message = FailedTrial(describe_problem(problem))
+    pipe.send(message)
+
+
+def describe_problem(problem: Exception) -> str:
+    """A problem in one sentence; of other code's with where it was raised."""
+    if isinstance(problem, FedquiltError):
+        return " ".join(str(problem).split())
+    return describe_exception(problem)
+
+
+def _stop(running: Sequence[_Running]) -> None:
+    """Lets runs save themselves, and ends their processes."""
+    for one in running:
+        one.process.terminate()
+    for one in running:
+        one.process.join(STOP_SECONDS)
+        if one.process.is_alive():
+            one.process.kill()
+            one.process.join()
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+        return f"its process was ended by {name}{hint}; compare again to go on with it"
+    return f"its process ended with exit code {code}; compare again to go on with it"

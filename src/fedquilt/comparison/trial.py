@@ -1,0 +1,183 @@
+"""One run of a comparison: what it is made of, and its address, which is a hash of that."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fedquilt.comparison.code_version import compute_code_hash
+from fedquilt.data import ClientData, Dataset
+from fedquilt.files import hash_file, hash_tensor
+from fedquilt.models import is_code
+from fedquilt.runs.from_config import plan_run
+from fedquilt.runs.identity import describe_settings
+from fedquilt.runs.plan import RunPlan
+from fedquilt.settings.load import flatten_settings
+from fedquilt.settings.schema import Config
+
+# how a run is carried out, which does not change its result; data are known by their contents
+WITHOUT_INFLUENCE = (
+    "run.workers",
+    "run.heartbeat",
+    "run.deadline",
+    "run.checkpoint_every",
+    "flower.",
+    "data.source",
+)
+
+NUM_SAMPLES = 16  # of data that are read when needed, to know them by
+
+
+class Trial(Protocol):
+    """One run of a comparison.
+
+    ``variant`` names what is compared, ``seed`` repeats it, ``name`` is what directories are called
+    by. Trials with the same address are the same run.
+    """
+
+    @property
+    def variant(self) -> str:
+        """What is compared, such as a method."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        ...
+
+    @property
+    def rounds(self) -> int:
+        """The rounds of training."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The method and the seed, for the name of a directory."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """Everything that the result depends on but the code, as JSON."""
+        ...
+
+    def plan(self, folder: Path) -> RunPlan:
+        """The run in this directory; its engine is not used."""
+        ...
+
+
+@dataclass(frozen=True)
+class Address:
+    """The address of a run: hashes of what it is made of, and of the code.
+
+    >>> str(Address("heterofl-0", "6f1c", "99ab"))
+    'heterofl-0-6f1c-99ab'
+    """
+
+    name: str
+    content: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.content}-{self.code}"
+
+
+def compute_address(trial: Trial) -> Address:
+    """The address of a trial, with the code as it is now."""
+    text = json.dumps(trial.describe(), sort_keys=True)
+    content = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Address(trial.name, content, compute_code_hash())
+
+
+@dataclass(frozen=True, eq=False)
+class ConfiguredTrial:
+    """A run that settings describe.
+
+    Args:
+        variant: What is compared.
+        config: All settings, resolved.
+        data: The data that they name, with what identifies their contents.
+    """
+
+    variant: str
+    config: Config
+    data: LoadedData
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self.config.seed
+
+    @property
+    def rounds(self) -> int:
+        """The rounds of training."""
+        return self.config.rounds
+
+    @property
+    def name(self) -> str:
+        """The method and the seed."""
+        return f"{self.config.method.name}-{self.seed}"
+
+    def describe(self) -> dict[str, Any]:
+        """The settings that are not defaults, and the contents of files that they name."""
+        given = flatten_settings(self.config.model_dump(mode="json", exclude_defaults=True))
+        settings = {n: v for n, v in given.items() if not n.startswith(WITHOUT_INFLUENCE)}
+        # without it the default would be meant, which may become another method
+        settings["method.name"] = self.config.method.name
+        return {"settings": settings, "data": self.data.contents, **_hash_files(self.config)}
+
+    def plan(self, folder: Path) -> RunPlan:
+        """The run in this directory."""
+        return plan_run(self.config, self.data.load(), folder)
+
+
+class LoadedData:
+    """Data that are loaded once, and known by their contents."""
+
+    def __init__(self, load: Callable[[], Dataset]) -> None:
+        self._load = load
+        self._dataset: Dataset | None = None
+
+    def load(self) -> Dataset:
+        """The data set."""
+        if self._dataset is None:
+            self._dataset = self._load()
+        return self._dataset
+
+    @cached_property
+    def contents(self) -> Any:
+        """A description of the contents, as JSON, with hashes of all tensors."""
+        source = self.load()
+        parts = [describe_data(source.train), describe_data(source.test)]
+        groups = describe_settings([source.groups_train, source.groups_test, source.group_names])
+        return hashlib.sha256(json.dumps([parts, groups]).encode()).hexdigest()
+
+
+def describe_data(data: ClientData) -> Any:
+    """What data are, as JSON: hashes of their tensors; of data that are read when needed, samples.
+
+    >>> from fedquilt.data import load_dataset
+    >>> one, two = load_dataset("digits").train, load_dataset("digits").test
+    >>> describe_data(one) == describe_data(one) != describe_data(two)
+    True
+    """
+    if is_dataclass(data):
+        return describe_settings(data)
+    rows = torch.linspace(0, len(data) - 1, min(len(data), NUM_SAMPLES)).long()
+    inputs, _ = data.batch(rows)
+    return [type(data).__name__, len(data), hash_tensor(inputs), hash_tensor(data.labels)]
+
+
+def _hash_files(config: Config) -> dict[str, str]:
+    """The hashes of files that a model is made from."""
+    files = {}
+    if is_code(config.model.name):
+        files["model"] = hash_file(Path(config.model.name.rpartition(":")[0]))
+    if config.model.weights is not None:
+        files["weights"] = hash_file(Path(config.model.weights))
+    return files
