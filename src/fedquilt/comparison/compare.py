@@ -225,6 +225,7 @@ class ObjectTrial:
     method: Method
     subject: Subject
     population: Population
+    device: str = "cpu"
 
     @property
     def name(self) -> str:

@@ -13,6 +13,7 @@ from fedquilt.comparison.spending import Device, SpendingMeter
 from fedquilt.comparison.store import TrialStore
 from fedquilt.comparison.trial import Address, Trial
 from fedquilt.data.population import Population
+from fedquilt.devices import find_devices
 from fedquilt.engines.counting import CountingEngine, MacCounts
 from fedquilt.errors import CheckpointError
 from fedquilt.federation.state import Setup
@@ -50,7 +51,13 @@ def execute_trial(
 
     def make_engine(setup: Setup, population: Population, folder: Path | None) -> CountingEngine:
         return CountingEngine(
-            setup.model, setup.structure, population.data, counts, workers=workers, folder=folder
+            setup.model,
+            setup.structure,
+            population.data,
+            counts,
+            workers=workers,
+            folder=folder,
+            devices=find_devices(trial.device),
         )
 
     def follow(event: Event) -> None:

@@ -84,8 +84,8 @@ def run_trials(
     on_event(TrialsQueued(purpose, len(unique), len(outcomes)))
     count = count_cores() if workers is None else workers
     queue = _Queue(deque(waiting), store, device or Device(), on_event, outcomes)
-    if count == 0 or sys.platform != "linux":
-        queue.run_here(count)
+    if count == 0 or sys.platform != "linux" or any(t.device != "cpu" for t, _ in waiting):
+        queue.run_here()
     else:
         queue.run_in_processes(min(count, len(waiting)))
     return [outcomes[str(address)] for address in addresses]
@@ -111,8 +111,8 @@ class _Queue:
     on_event: ComparisonCallback
     outcomes: dict[str, Outcome]
 
-    def run_here(self, workers: int) -> None:
-        """Does one run after another; clients' work is done by workers."""
+    def run_here(self) -> None:
+        """Does one run after another."""
         while self.waiting:
             trial, address = self.waiting.popleft()
 
@@ -121,9 +121,7 @@ class _Queue:
 
             outcome: Outcome
             try:
-                outcome = execute_trial(
-                    trial, address, self.store, self.device, workers=workers, on_round=on_round
-                )
+                outcome = execute_trial(trial, address, self.store, self.device, on_round=on_round)
             except Exception as problem:
                 outcome = FailedTrial(describe_problem(problem))
             self._add(trial, address, outcome, 0)

@@ -8,7 +8,6 @@ all of them the same, and what is left is what the methods do.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from fedquilt.comparison.trial import LoadedData
@@ -16,7 +15,14 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.budgets import FractionBudgets, TierBudgets, parse_budgets
 from fedquilt.federation.state import Phase
 from fedquilt.settings.load import load_config, override_settings
-from fedquilt.settings.resolve import build_model, build_structure, fit_model_to_data, make_example
+from fedquilt.settings.resolve import (
+    build_local_training,
+    build_model,
+    build_structure,
+    fit_model_to_data,
+    list_local_training,
+    make_example,
+)
 from fedquilt.settings.schema import DEFAULT_CLIENTS
 from fedquilt.structure.cost import compute_cost
 from fedquilt.training.settings import LocalTraining
@@ -32,9 +38,10 @@ def share_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     >>> shared["method.fraction"], shared["local_training.lr"], shared["local_training.epochs"]
     (0.2, 0.1, 5)
     """
-    training = asdict(LocalTraining())
-    training["max_grad_norm"] = training["max_grad_norm"] or 0.0
-    common = {f"local_training.{n}": v for n, v in training.items() if v is not None}
+    prefix = "local_training."
+    given = {n.removeprefix(prefix): v for n, v in settings.items() if n.startswith(prefix)}
+    training = list_local_training(build_local_training(LocalTraining(), given))
+    common: dict[str, Any] = {f"{prefix}{n}": v for n, v in training.items() if v is not None}
     common |= {"data.budgets": BUDGETS, "method.fraction": _choose_fraction(settings)}
     return {**common, **settings}
 

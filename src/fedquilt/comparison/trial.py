@@ -15,12 +15,12 @@ import torch
 from fedquilt.comparison.code_version import compute_code_hash
 from fedquilt.data import ClientData, Dataset
 from fedquilt.files import hash_file, hash_tensor
-from fedquilt.models import is_code
 from fedquilt.runs.from_config import plan_run
 from fedquilt.runs.identity import describe_settings
 from fedquilt.runs.plan import RunPlan
 from fedquilt.settings.load import flatten_settings
 from fedquilt.settings.schema import Config
+from fedquilt.user_code import is_function_path
 
 # how a run is carried out, which does not change its result; data are known by their contents
 WITHOUT_INFLUENCE = (
@@ -60,6 +60,11 @@ class Trial(Protocol):
     @property
     def name(self) -> str:
         """The method and the seed, for the name of a directory."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """The device that clients train on."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
@@ -123,13 +128,18 @@ class ConfiguredTrial:
         """The method and the seed."""
         return f"{self.config.method.name}-{self.seed}"
 
+    @property
+    def device(self) -> str:
+        """The device that clients train on."""
+        return self.config.run.device
+
     def describe(self) -> dict[str, Any]:
         """The settings that are not defaults, and the contents of files that they name."""
         given = flatten_settings(self.config.model_dump(mode="json", exclude_defaults=True))
         settings = {n: v for n, v in given.items() if not n.startswith(WITHOUT_INFLUENCE)}
         # without it the default would be meant, which may become another method
         settings["method.name"] = self.config.method.name
-        return {"settings": settings, "data": self.data.contents, **_hash_files(self.config)}
+        return {"settings": settings, "data": self.data.contents, **_hash_files(given)}
 
     def plan(self, folder: Path) -> RunPlan:
         """The run in this directory."""
@@ -173,11 +183,12 @@ def describe_data(data: ClientData) -> Any:
     return [type(data).__name__, len(data), hash_tensor(inputs), hash_tensor(data.labels)]
 
 
-def _hash_files(config: Config) -> dict[str, str]:
-    """The hashes of files that a model is made from."""
+def _hash_files(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The hashes of files that settings name: code of functions, and weights."""
     files = {}
-    if is_code(config.model.name):
-        files["model"] = hash_file(Path(config.model.name.rpartition(":")[0]))
-    if config.model.weights is not None:
-        files["weights"] = hash_file(Path(config.model.weights))
+    for name, value in settings.items():
+        if isinstance(value, str) and (is_function_path(value) or name == "model.weights"):
+            path = Path(value.rpartition(":")[0] if is_function_path(value) else value)
+            if path.is_file():
+                files[f"file of {name}"] = hash_file(path)
     return files

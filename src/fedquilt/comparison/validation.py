@@ -46,6 +46,11 @@ class ValidationTrial:
         """The name of the run, with what it is for."""
         return f"search-{self.trial.name}"
 
+    @property
+    def device(self) -> str:
+        """The device that clients train on."""
+        return self.trial.device
+
     def describe(self) -> Mapping[str, Any]:
         """As the run itself, and the part that is held back."""
         return {**self.trial.describe(), "scored_on_training_data": FRACTION}

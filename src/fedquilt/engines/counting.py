@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from fedquilt.data import ClientData
+from fedquilt.devices import CPU, fork_generators
 from fedquilt.engines.client_state import read_client_state
 from fedquilt.engines.client_work import run_task
 from fedquilt.engines.local import LocalEngine
@@ -27,7 +28,7 @@ from fedquilt.structure.dispatch import Interceptor, unfused_kernels
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.evaluate import Evaluate
-from fedquilt.training.sgd import single_thread
+from fedquilt.training.threads import single_thread
 
 
 @dataclass
@@ -77,8 +78,17 @@ class CountingEngine(LocalEngine):
         workers: int,
         folder: Path | None = None,
         timeouts: Timeouts | None = None,
+        devices: Sequence[torch.device] = (CPU,),
     ) -> None:
-        super().__init__(model, structure, data, workers=workers, folder=folder, timeouts=timeouts)
+        super().__init__(
+            model,
+            structure,
+            data,
+            workers=workers,
+            folder=folder,
+            timeouts=timeouts,
+            devices=devices,
+        )
         self._counts = counts
 
     def run(
@@ -97,16 +107,16 @@ class CountingEngine(LocalEngine):
             return
         state = read_client_state(self._states.current_path(task.client))
         try:
-            macs = _count_macs(lambda: run_task(task, self._context, state))
+            macs = _count_macs(lambda: run_task(task, self._context, state), self.device)
         except Exception:  # the task itself will fail and say why
             return
         num_examples = len(self._context.examples("train", task.client))
         self._counts.add(kind, macs / max(num_examples, 1))
 
 
-def _count_macs(work: Callable[[], Any]) -> float:
+def _count_macs(work: Callable[[], Any], device: torch.device) -> float:
     counter = _OperationCounter()
-    with single_thread(), torch.random.fork_rng(devices=[]), unfused_kernels(), counter:
+    with single_thread(), fork_generators(device), unfused_kernels(), counter:
         work()
     return counter.num_operations / 2
 
