@@ -20,7 +20,7 @@ from torch import Tensor
 from fedquilt.engines.worker import retain_freed_memory
 from fedquilt.models import make_model
 from fedquilt.structure.layout import use_channels_last
-from fedquilt.training.objectives import CrossEntropy
+from fedquilt.training.objectives import PlainLoss
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.tracking import without_running_stats
 from fedquilt.training.trainer import make_trainer
@@ -40,7 +40,7 @@ def ways() -> dict[str, Step]:
         ]
         for net in nets if rows else ():
             use_channels_last(net)
-        trained = make_trainer(nets, settings.optimizer_at(0.01), CrossEntropy(), stacked=together)
+        trained = make_trainer(nets, settings.optimizer_at(0.01), PlainLoss(), stacked=together)
         return lambda x, y: trained.step((x, y), generator)
 
     base = 1 / NUM_BASES

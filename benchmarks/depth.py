@@ -24,7 +24,7 @@ from fedquilt.structure.blocks.find import find_residual_blocks
 from fedquilt.structure.derive import add_block_steps
 from fedquilt.structure.layout import use_channels_last
 from fedquilt.structure.trace.readings import trace_once
-from fedquilt.training.objectives import CrossEntropy
+from fedquilt.training.objectives import PlainLoss
 from fedquilt.training.trainer import make_trainer
 
 
@@ -81,7 +81,7 @@ def step_of(
     settings = fq.LocalTraining(lr=0.01, max_grad_norm=None)
     optimizer = settings.optimizer_at(settings.lr)
     x, y = torch.rand(batch, 3, 32, 32), torch.randint(10, (batch,))
-    trained = make_trainer([net], optimizer, CrossEntropy(), stacked=False)
+    trained = make_trainer([net], optimizer, PlainLoss(), stacked=False)
     generator = torch.Generator()
     return lambda: trained.step((x, y), generator)
 

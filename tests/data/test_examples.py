@@ -355,8 +355,8 @@ class Stream(IterableDataset):
         ((images(), labels(), labels()), "type tuple"),
         (Stream(), "map-style"),
         (DataLoader(TensorDataset(images(), labels())), "pass its .dataset"),
-        ((images(), labels().float()), "one integer per input, got torch.float32"),
-        ((images(), np.array(["a"] * 6)), "one integer per input, got <U1"),
+        ((images(), np.array(["a"] * 6)), "targets must be numbers, got an array of <U1"),
+        ((images(), labels(5).float()), "one row for each example, .* 5, 6"),
         ((np.array([None] * 6), labels()), "numbers, got an array of object"),
         ((images(), labels(5)), "6 inputs and 5 labels"),
         ((torch.tensor([[1.0], [float("nan")]]), labels(2)), "finite.*1 NaN"),
@@ -480,18 +480,23 @@ class Dicts(Pairs):
     """Items as Hugging Face's sets have them."""
 
     def __getitem__(self, row):
-        return {"x": 1, "y": 2}
+        return {"x": 1, "z": 2}
+
+
+class Triples(Pairs):
+    def __getitem__(self, row):
+        return torch.zeros(1), torch.zeros(1), 0
 
 
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
         (Silent(), "must know its length"),
-        (Dicts(images(), labels()), r"\(input, label\) pairs, item 0 is a dict"),
-        (Pairs(["picture"], [0]), "tensor or an array, got str"),
+        (Triples(images(), labels()), r"a pair \(input, target\) or a dict, got 3 values"),
+        (Dicts(images(), labels()), r"its entry 'labels' .* got a dict with 'x'"),
+        (Pairs(["picture"], [0]), "tensors, arrays or numbers, got str"),
         (Pairs([torch.zeros(2), torch.zeros(3)], [0, 0]), r"one shape, got \(2,\) and \(3,\)"),
-        (Pairs(images(), ["cat"] * 6), "one class number, got 'cat'"),
-        (Pairs(images(), [0.5] * 6), "one class number, got 0.5"),
+        (Pairs(images(), ["cat"] * 6), "tensors, arrays or numbers, got str"),
     ],
 )
 def test_items_that_cannot_be_used_are_refused(dataset, words):

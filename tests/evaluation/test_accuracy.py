@@ -339,7 +339,7 @@ def test_robust_accuracy_is_each_clients_under_attack_averaged_over_clients(robu
         assert score.robust_accuracy == pytest.approx(sum(shares[score.width]) / 3)
     assert scores[0].robust_accuracy < scores[0].user_accuracy
     clean = robust.scores(**asked)
-    assert [replace(s, robust_accuracy=None) for s in scores] == clean
+    assert [replace(s, robust_value=None) for s in scores] == clean
 
 
 def test_a_dial_that_is_not_there_cannot_be_turned(setup, engine):

@@ -82,7 +82,7 @@ def test_what_a_client_sends_and_computes_grows_with_its_budget(setup):
     assert [s.bytes_per_round for s in scores] == [n * 4 * params(2) for n in (1, 2, 4, 4)]
     assert [s.macs for s in scores] == [n * (3 * 2 + 2 * 2) for n in (1, 2, 4, 4)]
     assert [s.rounds for s in scores] == [6] * 4
-    assert [s.accuracy for s in scores] == [None, None, 0.5, None]
+    assert [s.value for s in scores] == [None, None, 0.5, None]
     assert [(s.group, s.budget) for s in scores] == list(zip(GROUPS, WIDTHS, strict=True))
 
 

@@ -13,6 +13,7 @@ from fedquilt.evaluation.targets import (
     count_rounds_to,
     find_reached_targets,
 )
+from fedquilt.learning.task import CLASSIFICATION
 
 ACCURACIES = st.none() | st.integers(0, 20).map(lambda hits: hits / 20)
 
@@ -20,7 +21,7 @@ ACCURACIES = st.none() | st.integers(0, 20).map(lambda hits: hits / 20)
 @given(st.lists(ACCURACIES, max_size=8), st.integers(1, 20))
 def test_a_target_is_reached_when_it_is_reached_first(accuracies, hits):
     curve = [(10 * (number + 1), accuracy) for number, accuracy in enumerate(accuracies)]
-    found = count_rounds_to(hits / 20, curve)
+    found = count_rounds_to(hits / 20, curve, CLASSIFICATION.metric)
     for round, accuracy in curve:
         is_there = accuracy is not None and accuracy >= hits / 20
         if found is None or round < found:

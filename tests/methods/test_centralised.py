@@ -123,9 +123,9 @@ def test_reports_know_that_no_client_trained_and_all_data_were_seen(world, tmp_p
     assert compute_trained_fractions(setup, records) == {"": 1.0}
     story = build_report("reference", run, people, workers=0)
     assert [score.client for score in story.clients] == [0, 1, 2, 3]
-    assert all(score.accuracy is not None for score in story.clients)
+    assert all(score.value is not None for score in story.clients)
     assert not story.nets
-    assert run.scores[0].accuracy is not None
+    assert run.scores[0].value is not None
 
 
 def test_a_divergence_is_refused_and_named(world):

@@ -10,7 +10,7 @@ import torch
 import fedquilt as fq
 from fedquilt.errors import ConfigError
 from fedquilt.structure.budget import Budget
-from fedquilt.training.objectives import CrossEntropy
+from fedquilt.training.objectives import PlainLoss
 
 GROUPS = {"features.0": 8, "features.3": 4}
 
@@ -111,7 +111,7 @@ def test_settings_reach_the_clients(world, local_training):
     assert (task.recipe.labels, task.recipe.weight) == ((0, 1), 16)
     task = fq.FedDrop(local_training).plan(world.setup, state, world.setup.clients)[1]
     assert (task.recipe.masked, task.recipe.own_rows, task.recipe.scale) == (False, False, True)
-    assert task.recipe.objective == CrossEntropy()
+    assert task.recipe.objective == PlainLoss()
     with pytest.raises(ConfigError, match=r"widths are fractions in \(0, 1\], got 0"):
         fq.FedDrop(width=0)
 

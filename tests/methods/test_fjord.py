@@ -16,9 +16,10 @@ import fedquilt as fq
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, derive_seed
 from fedquilt.federation.state import Setup
+from fedquilt.learning.losses import CROSS_ENTROPY
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cut import build_module, copy_subnet_tensors
-from fedquilt.training.ordered import OrderedDropout, distillation_loss
+from fedquilt.training.ordered import OrderedDropout
 
 WIDTHS = (1.0, 0.5, 0.25)
 STATISTICS = {f"features.{i}.running_{what}" for i in (1, 4) for what in ("mean", "var")}
@@ -211,7 +212,7 @@ def test_a_teacher_learns_nothing_from_being_imitated():
     student, teacher = (torch.randn(3, 2, 5, generator=generator) for _ in range(2))
     student.requires_grad_()
     teacher.requires_grad_()
-    loss = distillation_loss(student, teacher)
+    loss = CROSS_ENTROPY.distil(student, teacher)
     (gradient, nothing) = torch.autograd.grad(loss, (student, teacher), allow_unused=True)
     assert nothing is None
     expected = (student.softmax(-1) - teacher.softmax(-1)) / 6

@@ -16,11 +16,11 @@ from fedquilt.engines.client_state import ClientStateStore
 from fedquilt.engines.client_work import run_task
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Task
+from fedquilt.learning.task import CLASSIFICATION, make_task
 from fedquilt.runs.events import RoundDone
 from fedquilt.structure.cut import load_tensors
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import named_tensors
-from fedquilt.training import moreau
 from fedquilt.training.context import ClientContext
 from fedquilt.training.evaluate import Evaluate
 from fedquilt.training.local_sgd import LocalSGD
@@ -37,9 +37,9 @@ def uncut(net):
     return fq.declare_structure(net, {n: (None,) * w.ndim for n, w in net.named_parameters()})
 
 
-def done(net, data, recipe, seed=5, kept=None):
+def done(net, data, recipe, seed=5, kept=None, learned=CLASSIFICATION):
     """One client's work: what it sends, what it would itself use, and what it keeps."""
-    context = ClientContext(net, uncut(net), {"train": {0: data}})
+    context = ClientContext(net, uncut(net), {"train": {0: data}}, task=learned)
     params = {n: w.detach().clone() for n, w in net.named_parameters()}
     result = run_task(Task(0, (Subnet(),), params, recipe, seed), context, kept)
     assert result.local_model is not None
@@ -87,12 +87,10 @@ def test_a_client_does_what_a_plain_loop_does(momentum, decay):
 
 
 @pytest.mark.parametrize(("curve", "attraction"), [(1.0, 15.0), (4.0, 0.5)])
-def test_a_quadratic_loss_has_closed_forms(monkeypatch, curve, attraction):
+def test_a_quadratic_loss_has_closed_forms(curve, attraction):
     """f(θ) = a/2 (θ − c)²: θ = (a c + λ w) / (a + λ), and w − c shrinks by 1 − η λ a / (a + λ)."""
     centre, lr = 3.0, 0.02
-    monkeypatch.setattr(
-        moreau, "cross_entropy", lambda out, y: curve / 2 * (out - centre).square().mean()
-    )
+    learned = make_task(lambda out, y: curve / 2 * (out - centre).square().mean())
     net = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(net.weight, -1.0)
     data = to_examples((torch.ones(6, 1, dtype=torch.float64), torch.zeros(6, dtype=torch.int64)))
@@ -103,7 +101,7 @@ def test_a_quadratic_loss_has_closed_forms(monkeypatch, curve, attraction):
         attraction=attraction,
         personal_lr=0.5 / (curve + attraction),
     )
-    sent, own, _ = done(net, data, recipe)
+    sent, own, _ = done(net, data, recipe, learned=learned)
     shrink = 1 - lr * attraction * curve / (curve + attraction)
     before, after = (centre + (-1.0 - centre) * shrink**batches for batches in (2, 3))
     assert float(sent["weight"]) == pytest.approx(after, rel=1e-9)

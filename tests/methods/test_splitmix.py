@@ -32,7 +32,7 @@ from fedquilt.structure.cost import compute_cost
 from fedquilt.structure.cut import build_module, load_tensors
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.loop import iterate_batches
-from fedquilt.training.objectives import Adversarial, CrossEntropy
+from fedquilt.training.objectives import Adversarial, PlainLoss
 from fedquilt.training.scaler import scale_outputs
 from fedquilt.training.statistics import QueryStatistics
 
@@ -308,7 +308,7 @@ def test_a_robust_base_minimises_equation_1(world, local_training):
         assert (objective.share, objective.attack.epsilon, objective.attack.steps) == (0.3, 0.1, 2)
         assert not task.recipe.stacked
     plain = fq.SplitMix(local_training).objective
-    assert plain == CrossEntropy()
+    assert plain == PlainLoss()
     halves = {n.partition("@")[0] for n in state.params}
     assert {"features.1.clean.weight", "features.1.noise.running_mean"} <= halves
 
@@ -462,7 +462,7 @@ def test_sorting_adds_up_the_hits_of_all_clients(world):
     state = replace(method.start(world.prepare_model(method).setup), phase="sort")
     said = ((5, 0, 9, 1), (0, 9, 0, 11))
     updates = [
-        Update(k, (), (), 0.0, {f"hits:{i}": n for i, n in enumerate(hits)})
+        Update(k, (), (), 0.0, {"examples": 20, **{f"hits:{i}": n for i, n in enumerate(hits)}})
         for k, hits in enumerate(said)
     ]
     after = method.merge(world.setup, state, updates).params
@@ -470,7 +470,8 @@ def test_sorting_adds_up_the_hits_of_all_clients(world):
     for new, old in enumerate((3, 1, 2, 0)):
         base, before = own(after, new), own(state.params, old)
         assert all(base[n].equal(t) for n, t in before.items())
-    cycle = [Update(0, (), (), 0.0, {f"hits:{i}": n for i, n in enumerate((1, 9, 5, 0))})]
+    hits = {f"hits:{i}": n for i, n in enumerate((1, 9, 5, 0))}
+    cycle = [Update(0, (), (), 0.0, {"examples": 20, **hits})]
     after = method.merge(world.setup, state, cycle).params  # order 1, 2, 0, 3
     assert after["classifier.bias@2"].equal(state.params["classifier.bias@0"])
 

@@ -48,7 +48,7 @@ POOR, RICH = Budget(0.25), Budget(params=2_200_000, macs=88_000_000)
 
 
 def milestone(sent: int, accuracy: float, own: float | None = None, phase: str = "train"):
-    shown = replace(score(1.0, accuracy), personal_accuracy=own)
+    shown = replace(score(1.0, accuracy), personal_value=own)
     return Milestone(1, phase, sent / 1e6, sent, shown)
 
 
@@ -96,7 +96,7 @@ def test_curves_are_the_scores():
 
 
 def test_curves_of_a_picture_are_of_one_score_and_the_axis_says_which():
-    held_out = [replace(s, accuracy=0.2) for s in SCORES]
+    held_out = [replace(s, value=0.2) for s in SCORES]
     curves = {"x": SCORES, "y": held_out}
     assert {picture.y for picture in score_plots.plot_by_size(curves)} == {"user accuracy (%)"}
     assert {picture.y for picture in score_plots.plot_by_size({"y": held_out})} == {"accuracy (%)"}
@@ -112,9 +112,7 @@ def test_sizes_that_mean_different_things_are_compared_by_parameters_alone():
 
 def test_a_page_says_what_sizes_are_what_is_summed_up_and_who_went_beyond_its_budget(tmp_path):
     held_out = [score(1.0, 0.5), score(0.5, 0.25)]
-    told = RunReport(
-        "deep", {}, [replace(s, accuracy=0.75) for s in held_out], size_kind="parameters"
-    )
+    told = RunReport("deep", {}, [replace(s, value=0.75) for s in held_out], size_kind="parameters")
     told = replace(told, exceeds_budgets="ignores budgets: <all>")
     page = write_page(tmp_path, [told]).read_text()
     for words in (
@@ -204,7 +202,7 @@ def test_bars_of_costs_are_means_over_all_and_over_every_budget():
 
 def test_accuracy_against_rounds_has_a_picture_of_own_models_where_they_were_tested():
     def at(round: int, accuracy: float | None, user: float | None = None) -> Milestone:
-        shown = replace(score(1.0, 0.9), accuracy=accuracy, user_accuracy=user)
+        shown = replace(score(1.0, 0.9), value=accuracy, user_value=user)
         return Milestone(round, "train", 0.0, 0, shown)
 
     runs = {"x": [at(2, 0.25, 0.75), at(4, 0.5)], "y": [at(3, None, 0.125), at(4, None)]}
@@ -367,7 +365,7 @@ def test_rounds_to_targets_are_a_table_with_speed_ups(tmp_path, undrawn):
         story("untested"), targets=[TargetResult(0.4, 54, None, 41 / 54), TargetResult(0.45, 1)]
     )
     page = write_page(tmp_path, [first, second, third])
-    assert cells(page.read_text(), "Rounds to an accuracy") == [
+    assert cells(page.read_text(), "Rounds to a target") == [
         ["", "40.0%", "45.0%", "local models 40.0%", "local models 45.0%"],
         ["fedavg", "41", "78", "30", "—"],
         ["a &amp; b", "34 (1.21 ×)", "—", "15 (2.00 ×)", "9"],
@@ -382,8 +380,8 @@ def test_rounds_to_targets_are_a_table_with_speed_ups(tmp_path, undrawn):
         "local_speed_up": 2.0,
     }
     alone = write_page(tmp_path, [replace(third, targets=third.targets[:1])]).read_text()
-    assert cells(alone, "Rounds to an accuracy")[0] == ["", "40.0%"]
-    assert "Rounds to an accuracy" not in write_page(tmp_path, [story("x")]).read_text()
+    assert cells(alone, "Rounds to a target")[0] == ["", "40.0%"]
+    assert "Rounds to a target" not in write_page(tmp_path, [story("x")]).read_text()
 
 
 def test_means_over_clients_are_a_table_of_runs(tmp_path, undrawn):
@@ -394,7 +392,7 @@ def test_means_over_clients_are_a_table_of_runs(tmp_path, undrawn):
         mean_shares={"params": 0.125, "macs": 1.0, "bytes": 0.125},
         traffic={"up": 9_000_000.0, "down": 500.0},
     )
-    bare = replace(told, name="y", local={}, traffic={}, scores=[replace(SCORES[0], accuracy=None)])
+    bare = replace(told, name="y", local={}, traffic={}, scores=[replace(SCORES[0], value=None)])
     rows = cells(
         write_page(tmp_path, [told, story("z"), bare]).read_text(), "In the mean over clients"
     )
@@ -437,7 +435,7 @@ def test_own_models_and_sampled_nets_are_drawn_and_their_data_beside(tmp_path):
 
 
 def test_a_page_tells_accuracy_in_each_domain(tmp_path):
-    told = [replace(s, group_accuracy={"sea <1>": s.width, "land": 0.125}) for s in SCORES]
+    told = [replace(s, group_values={"sea <1>": s.width, "land": 0.125}) for s in SCORES]
     page = write_page(tmp_path / "with", [replace(story("x"), scores=told)]).read_text()
     assert "<td>sea &lt;1&gt;</td><td>100.0%</td><td>50.0%</td>" in page
     assert "<td>land</td><td>12.5%</td><td>12.5%</td>" in page
@@ -469,7 +467,7 @@ def test_names_with_markup_are_texts_on_the_page_and_in_pictures(tmp_path):
     nasty = replace(
         story(NASTY),
         about={NASTY: NASTY},
-        scores=[replace(s, group_accuracy={NASTY: 0.5, "b": 0.5}) for s in SCORES],
+        scores=[replace(s, group_values={NASTY: 0.5, "b": 0.5}) for s in SCORES],
         shares={NASTY: 0.5, "b": 1.0},
         steps={NASTY: {NASTY: 1.0}},
         weights={NASTY: {NASTY: 1.0}},

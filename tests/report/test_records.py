@@ -1,7 +1,7 @@
 """What is read back from a run's records."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.report.records import (
@@ -24,7 +24,7 @@ def test_final_scores_are_those_of_the_last_round(tmp_path):
     records = [
         {"round": 1, "scores": [], "is_final": False},
         {"round": 1, "loss": 0.5},
-        {"round": 2, "scores": [asdict(SCORE)], "is_final": True},
+        {"round": 2, "scores": [SCORE.to_json()], "is_final": True},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     assert read_final_scores(RunDirectory(tmp_path), 2) == (SCORE,)
@@ -54,7 +54,12 @@ def done(round, phase, down, up):
 
 def evaluated(round, *scores, closing=0):
     bytes_sent = {"bytes_down": closing, "bytes_up": closing}
-    return {"round": round, "scores": [asdict(s) for s in scores], "is_final": False, **bytes_sent}
+    return {
+        "round": round,
+        "scores": [s.to_json() for s in scores],
+        "is_final": False,
+        **bytes_sent,
+    }
 
 
 def test_milestones_count_all_rounds_and_no_closing_phases(tmp_path):
@@ -78,7 +83,7 @@ def test_milestones_count_all_rounds_and_no_closing_phases(tmp_path):
 
 
 def reached(sent, user, own=None):
-    score = replace(SCORE, accuracy=user, personal_accuracy=own)
+    score = replace(SCORE, value=user, personal_value=own)
     return Milestone(sent, "train", 0.0, sent, score)
 
 

@@ -121,7 +121,7 @@ def test_own_models_are_told_round_by_round_and_client_by_client(tmp_path, peopl
 def progress(*accuracies: float, phase: str = "train", first: int = 1) -> list[Milestone]:
     score = SizeScore(1.0, 1, 1, None, None, None, 1)
     return [
-        Milestone(round, phase, 0.0, 0, replace(score, accuracy=a, user_accuracy=1.0))
+        Milestone(round, phase, 0.0, 0, replace(score, value=a, user_value=1.0))
         for round, a in enumerate(accuracies, start=first)
     ]
 

@@ -47,7 +47,7 @@ def test_a_wide_table_is_two_that_fit_eighty_columns(left_out):
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("0.0625") == 4
     for name in tables.select_columns([row]):
-        assert tables.COLUMNS[name][1](row[name]) in text
+        assert tables.list_columns([row])[name].format(row[name]) in text
 
 
 def test_a_narrow_table_stays_one():

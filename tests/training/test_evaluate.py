@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedquilt.data import Normalize, to_examples
+from fedquilt.data import Examples, Normalize, to_examples
 from fedquilt.federation.client import SERVER, Task
 from fedquilt.structure.create import trace_structure
 from fedquilt.structure.cut import build_module
@@ -315,10 +315,11 @@ def test_a_bench_is_left_with_its_dials_at_zero_and_no_gradients():
 
 
 def test_a_client_that_held_nothing_back_chooses_by_its_training_data():
-    data = {"train": {0: "a", 1: "b"}, "test": {0: "t"}, "validation": {1: "v"}}
+    a, b, t, v = (Examples(torch.zeros(1, 1), torch.tensor([i])) for i in range(4))
+    data = {"train": {0: a, 1: b}, "test": {0: t}, "validation": {1: v}}
     context = ClientContext(None, None, data)
-    assert [context.examples("validation", c) for c in (0, 1)] == ["a", "v"]
-    assert context.examples("train", 1) == "b"
+    assert [context.examples("validation", c) for c in (0, 1)] == [a, v]
+    assert context.examples("train", 1) is b
     with pytest.raises(KeyError):
         context.examples("test", 1)
 

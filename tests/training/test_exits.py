@@ -21,6 +21,7 @@ from fedquilt.structure.blocks.block import Block
 from fedquilt.structure.cut import build_module
 from fedquilt.structure.derive import make_uncut_structure
 from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.exit_heads import ImageHead, TokenHead
 from fedquilt.training.exits import (
     ExitLosses,
@@ -519,7 +520,11 @@ def test_the_loss_is_that_of_all_exits_and_of_their_differences(own):
     y, x = torch.tensor([0, 3, 3, 0]), torch.zeros(4)
 
     def loss(**settings: float) -> float:
-        return ExitLosses(**settings).loss(Said(*exits), (x, y), own, generator).item()
+        return (
+            ExitLosses(**settings)
+            .loss(Said(*exits), (x, y), ClientLoss(labels=own), generator)
+            .item()
+        )
 
     known = [e.clone() for e in exits]
     for e in known if own else ():

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedquilt.federation.client import Task
+from fedquilt.learning.losses import cross_entropy, label_mask, mask_logits
 from fedquilt.structure.cut import build_module, copy_subnet_tensors
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
 from fedquilt.training.local_sgd import LocalSGD
-from fedquilt.training.losses import cross_entropy, label_mask, mask_logits
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.statistics import QueryStatistics
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from fedquilt.errors import ConfigError
 from fedquilt.training.attack import PGD
+from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.conditional import FiLM, make_conditional
 from fedquilt.training.dualnorm import DualNorm, make_dual, set_robustness
-from fedquilt.training.objectives import Adversarial, CrossEntropy, OnceForAll
+from fedquilt.training.objectives import Adversarial, OnceForAll, PlainLoss
 
 ATTACK = PGD(0.1, 3, random_start=False)
 BUILDERS = {"plain": lambda net: net, "dual": make_dual, "conditional": make_conditional}
@@ -95,7 +96,7 @@ def same_step(objective, kind, share, own, halves=("clean", "noise")) -> None:
     """The loss, its gradients and what became of the statistics are those of the oracle."""
     ours, theirs = net(kind), net(kind)
     x, y = batch()
-    found = objective.loss(ours, (x, y), own, torch.Generator().manual_seed(0))
+    found = objective.loss(ours, (x, y), ClientLoss(labels=own), torch.Generator().manual_seed(0))
     expected = algorithm_4(theirs, x, y, share, own, halves)
     torch.testing.assert_close(found, expected)
     found.backward()
@@ -132,7 +133,7 @@ def test_the_default_share_is_the_papers():
 @pytest.mark.parametrize("own", [None, (0, 2)])
 def test_the_plain_objective_is_cross_entropy(own):
     x, y = batch()
-    found = CrossEntropy().loss(net(), (x, y), own, torch.Generator())
+    found = PlainLoss().loss(net(), (x, y), ClientLoss(labels=own), torch.Generator())
     torch.testing.assert_close(found, F.cross_entropy(masked(net()(x), own), y))
 
 
@@ -140,8 +141,8 @@ def test_share_0_is_plain_and_draws_nothing():
     x, y = batch()
     generator = torch.Generator().manual_seed(1)
     before = generator.get_state()
-    found = Adversarial(PGD(), 0.0).loss(net(), (x, y), None, generator)
-    assert found.equal(CrossEntropy().loss(net(), (x, y), None, generator))
+    found = Adversarial(PGD(), 0.0).loss(net(), (x, y), ClientLoss(), generator)
+    assert found.equal(PlainLoss().loss(net(), (x, y), ClientLoss(), generator))
     assert generator.get_state().equal(before)
 
 
@@ -162,7 +163,7 @@ class Counted(nn.Module):
 def test_no_pass_is_made_in_vain(share, calls):
     model = Counted(net("dual")).train()
     x, y = batch()
-    Adversarial(ATTACK, share).loss(model, (x, y), None, torch.Generator())
+    Adversarial(ATTACK, share).loss(model, (x, y), ClientLoss(), torch.Generator())
     assert model.calls == calls
 
 
@@ -184,13 +185,13 @@ def test_the_module_is_afterwards_as_before(kind, fails):
         )
 
     before, (x, y) = flags(), batch()
-    more = {"plain": [CrossEntropy()], "conditional": [OnceForAll(ATTACK, (0.5,))]}.get(kind, [])
+    more = {"plain": [PlainLoss()], "conditional": [OnceForAll(ATTACK, (0.5,))]}.get(kind, [])
     for objective in [*more, Adversarial(ATTACK)]:
         if fails:
             with pytest.raises(RuntimeError):
-                objective.loss(model, (x[:, :, :4], y), None, torch.Generator())
+                objective.loss(model, (x[:, :, :4], y), ClientLoss(), torch.Generator())
         else:
-            loss = objective.loss(model, (x, y), None, torch.Generator())
+            loss = objective.loss(model, (x, y), ClientLoss(), torch.Generator())
             assert loss.requires_grad
         assert flags() == before
 
@@ -207,7 +208,7 @@ def test_every_share_is_drawn_by_the_generator_alone():
         found = []
         for _ in range(30):
             seen.clear()
-            objective.loss(copy.deepcopy(model), (x, y), None, generator)
+            objective.loss(copy.deepcopy(model), (x, y), ClientLoss(), generator)
             found.append(seen[0])
         return found
 
@@ -223,7 +224,7 @@ def test_a_loss_depends_on_the_generator_only():
 
     def loss(seed):
         generator = torch.Generator().manual_seed(seed)
-        return Adversarial(PGD(0.1)).loss(net("dual"), (x, y), None, generator)
+        return Adversarial(PGD(0.1)).loss(net("dual"), (x, y), ClientLoss(), generator)
 
     assert loss(1).equal(loss(1))
     assert not loss(1).equal(loss(2))
@@ -234,7 +235,7 @@ def test_a_leftover_robustness_does_not_change_adversarial_training():
     model, other = net("dual"), net("dual")
     set_robustness(other, 0.4)
     losses = [
-        Adversarial(ATTACK).loss(m, (x, y), None, torch.Generator().manual_seed(0))
+        Adversarial(ATTACK).loss(m, (x, y), ClientLoss(), torch.Generator().manual_seed(0))
         for m in (model, other)
     ]
     assert losses[0].equal(losses[1])
@@ -243,7 +244,7 @@ def test_a_leftover_robustness_does_not_change_adversarial_training():
 def test_once_for_all_needs_a_model_that_can_be_told():
     x, y = batch()
     with pytest.raises(ConfigError, match="no robustness dial"):
-        OnceForAll().loss(net(), (x, y), None, torch.Generator())
+        OnceForAll().loss(net(), (x, y), ClientLoss(), torch.Generator())
 
 
 def test_adversarial_training_makes_a_net_harder_to_fool():
@@ -259,19 +260,19 @@ def test_adversarial_training_makes_a_net_harder_to_fool():
         local_training = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for _ in range(40):
             local_training.zero_grad()
-            objective.loss(model, (x, y), None, generator).backward()
+            objective.loss(model, (x, y), ClientLoss(), generator).backward()
             local_training.step()
         set_robustness(model.eval(), 1.0 if isinstance(objective, Adversarial) else 0.0)
         near = PGD(0.15, 10).perturb(model, x, y, torch.Generator().manual_seed(0))
         return (model(near).argmax(1) == y).double().mean().item()
 
-    assert robust_accuracy(Adversarial(PGD(0.15, 4))) > robust_accuracy(CrossEntropy()) + 0.1
+    assert robust_accuracy(Adversarial(PGD(0.15, 4))) > robust_accuracy(PlainLoss()) + 0.1
 
 
 def test_objectives_are_plain_settings():
-    settings = [CrossEntropy(), Adversarial(), Adversarial(ATTACK, 0.2), OnceForAll()]
+    settings = [PlainLoss(), Adversarial(), Adversarial(ATTACK, 0.2), OnceForAll()]
     assert pickle.loads(pickle.dumps(settings)) == settings
-    assert len({*settings, CrossEntropy(), Adversarial(PGD(), 0.5)}) == 4
+    assert len({*settings, PlainLoss(), Adversarial(PGD(), 0.5)}) == 4
 
 
 @pytest.mark.parametrize("make", [

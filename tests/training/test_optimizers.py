@@ -23,7 +23,7 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.loop import iterate_batches
-from fedquilt.training.objectives import CrossEntropy
+from fedquilt.training.objectives import PlainLoss
 from fedquilt.training.optimizer_settings import is_elementwise
 from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import make_optimizer
@@ -247,7 +247,7 @@ def test_nets_in_one_pass_learn_with_every_optimizer_what_each_would_alone(name)
     for stacked in (True, False):
         copies = copy.deepcopy(nets)
         optimizer = settings.optimizer_at(settings.lr, num_examples=6)
-        trainer = make_trainer(copies, optimizer, CrossEntropy(), stacked=stacked)
+        trainer = make_trainer(copies, optimizer, PlainLoss(), stacked=stacked)
         generator = torch.Generator().manual_seed(1)
         for _ in range(4):
             x = torch.randn(3, 1, 5, 5, generator=generator)

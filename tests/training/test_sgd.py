@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fedquilt.errors import ConfigError
 from fedquilt.training.attack import PGD
-from fedquilt.training.objectives import Adversarial, CrossEntropy
+from fedquilt.training.client_loss import ClientLoss
+from fedquilt.training.objectives import Adversarial, PlainLoss
 from fedquilt.training.optimizer_settings import SGDSettings
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.sgd import SGDStep
@@ -111,7 +112,9 @@ def nets(count: int, make=Net) -> list[nn.Module]:
 
 
 def trained(modules, settings, *, stacked: bool, steps: int = 4) -> tuple[list[nn.Module], list]:
-    trainer = make_trainer(modules, settings, CrossEntropy(), (0, 2), stacked=stacked)
+    trainer = make_trainer(
+        modules, settings, PlainLoss(), ClientLoss(labels=(0, 2)), stacked=stacked
+    )
     generator = torch.Generator().manual_seed(9)
     losses = []
     for _ in range(steps):

@@ -12,8 +12,7 @@ from rich.console import Console
 from fedquilt.cli.console import make_console, print_json, print_lines
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.accuracy import compute_ensemble_cost as price_of
-from fedquilt.evaluation.summary import describe_accuracy, summarize
-from fedquilt.formatting import format_percent
+from fedquilt.evaluation.summary import describe_value, summarize
 from fedquilt.report import tables
 from fedquilt.report.records import read_traffic
 from fedquilt.runs.event_lines import describe_finding
@@ -38,12 +37,12 @@ def _print_scores(run: Run, scores: Sequence[SizeScore], console: Console) -> No
     console.print(tables.make_size_table(rows))
     columns, kind = tables.select_columns(rows), run.method.size_kind
     print_lines(
-        console, *tables.make_legend(columns, kind, describe_accuracy(run.setup, run.method))
+        console, *tables.make_legend(rows, columns, kind, describe_value(run.setup, run.method))
     )
     if any(score.batch_statistics for score in scores):
         print_lines(console, BATCH_STATISTICS)
-    if any(row["group_accuracy"] for row in rows):
-        print_lines(console, "User accuracy in each domain:")
+    if any(score.group_values for score in scores):
+        print_lines(console, f"User {scores[0].metric.name} in each domain:")
         console.print(tables.make_domain_table(rows))
     if exceeding := run.info.exceeds_budgets:
         print_lines(console, exceeding)
@@ -51,7 +50,7 @@ def _print_scores(run: Run, scores: Sequence[SizeScore], console: Console) -> No
     if summary is None:
         print_lines(console, seed)
     else:
-        worst, mean = format_percent(summary.worst), format_percent(summary.mean)
+        worst, mean = map(summary.metric.format, (summary.worst, summary.mean))
         print_lines(console, f"worst {worst}, mean {mean}: {summary.name} over sizes; {seed}")
     if run.findings:
         print_lines(console, *map(describe_finding, run.findings))
@@ -78,7 +77,7 @@ def make_score_rows(run: Run, scores: Sequence[SizeScore]) -> list[dict[str, Any
         price = price_of(setup, ensemble, memory=False)
         loss = score.loss if score.loss is not None and math.isfinite(score.loss) else None
         count = price.bytes if sent is None or score.width not in sizes else round(sent)
-        row = {"kind": run.method.size_kind, **asdict(score), "loss": loss, "bytes": count}
+        row = {"kind": run.method.size_kind, **score.to_json(), "loss": loss, "bytes": count}
         rows.append(row)
     return rows
 

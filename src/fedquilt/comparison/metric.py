@@ -8,7 +8,10 @@ from numbers import Real
 
 from fedquilt.comparison.results import Scores, TrialResult
 from fedquilt.errors import ConfigError, describe_unknown
+from fedquilt.evaluation.accuracy import name_in_json
 from fedquilt.evaluation.summary import SCORES
+from fedquilt.learning.metrics import MetricInfo
+from fedquilt.learning.task import CLASSIFICATION
 
 LOWER_IS_BETTER = ("loss", "perplexity")
 COUNTS = ("num_examples",)
@@ -65,8 +68,10 @@ def choose_metric(results: Sequence[TrialResult], name: str | None = None) -> Me
         for size in result.sizes
     ]
     known = set.intersection(*common) if common else set()
+    info = _find_info(results)
+    usual = [name_in_json(score, info) for score in SCORES]
     if name is None:
-        name = next((n for n in (*SCORES, "perplexity", "loss") if n in known), None)
+        name = next((n for n in (*usual, "perplexity", "loss") if n in known), None)
         if name is None:
             raise ConfigError(
                 "runs are compared by a score that all of them have, and these have none; give "
@@ -74,4 +79,15 @@ def choose_metric(results: Sequence[TrialResult], name: str | None = None) -> Me
             )
     if name not in known:
         raise ConfigError(describe_unknown("metric", name, known))
+    if name.endswith(info.name) and name not in LOWER_IS_BETTER:
+        return Metric(name, info.higher_is_better, info.is_fraction)
     return Metric(name, name not in LOWER_IS_BETTER, name not in LOWER_IS_BETTER)
+
+
+def _find_info(results: Sequence[TrialResult]) -> MetricInfo:
+    """The metric of the runs' task, as their scores say."""
+    for result in results:
+        for size in result.sizes:
+            if "metric" in size.scores:
+                return MetricInfo(**size.scores["metric"])
+    return CLASSIFICATION.metric

@@ -21,7 +21,9 @@ def record_outcomes(run: Run, sizes: set[float]) -> dict[str, str]:
     client answers with a model of its own, or batches are normalized by themselves.
     """
     data = None if run.population is None else run.population.test.get(SERVER)
-    if data is None or not 0 < len(data) <= MAX_EXAMPLES or data.labels.ndim != 1:
+    if data is None or not 0 < len(data) <= MAX_EXAMPLES or not run.setup.task.counts_hits:
+        return {}
+    if data.labels is None or data.labels.ndim != 1:
         return {}
     recorded = {score.width: score.accuracy for score in run.scores}
     outcomes = {}

@@ -161,7 +161,7 @@ def summarize_run(run: Run, key: str, meter: SpendingMeter, **more: Any) -> Tria
 
 def extract_scores(score: SizeScore | Mapping[str, Any]) -> dict[str, Any]:
     """The scores of a size without its costs; those that are not known are left out."""
-    values = score if isinstance(score, Mapping) else asdict(score)
+    values = score if isinstance(score, Mapping) else score.to_json()
     costs = ("width", "params", "macs", "robustness", "batch_statistics")
     return {name: v for name, v in values.items() if name not in costs and v is not None}
 

@@ -20,6 +20,7 @@ from fedquilt.runs.identity import describe_settings
 from fedquilt.runs.plan import RunPlan
 from fedquilt.settings.load import flatten_settings
 from fedquilt.settings.schema import Config
+from fedquilt.structure.tensors import find_tensors
 from fedquilt.user_code import is_function_path
 
 # how a run is carried out, which does not change its result; data are known by their contents
@@ -179,8 +180,8 @@ def describe_data(data: ClientData) -> Any:
     if is_dataclass(data):
         return describe_settings(data)
     rows = torch.linspace(0, len(data) - 1, min(len(data), NUM_SAMPLES)).long()
-    inputs, _ = data.batch(rows)
-    return [type(data).__name__, len(data), hash_tensor(inputs), hash_tensor(data.labels)]
+    tensors = find_tensors(data.batch(rows))
+    return [type(data).__name__, len(data), *map(hash_tensor, tensors)]
 
 
 def _hash_files(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.errors import ConfigError
+from fedquilt.learning.batch import mean_outputs
 from fedquilt.structure.budget import Budget, count_multiples
 from fedquilt.training.dualnorm import NO_DIAL, find_dials, set_dials, validate_robustness
-from fedquilt.training.ensemble import mean_logits
 
 
 class Ensemble(nn.Module):
@@ -86,7 +86,8 @@ class Ensemble(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The mean of what the nets of the present width say."""
-        return mean_logits(net(*inputs) for net in self._mean_logits())
+        answer: Tensor = mean_outputs(net(*inputs) for net in self._mean_logits())
+        return answer
 
     def predict_all_widths(self, *inputs: Tensor) -> Tensor:
         """The answers at all widths up to the present one: row k − 1 mixes the first k nets."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from torch import Tensor
 from fedquilt.data.preprocessing import convert_for_models
 from fedquilt.data.transforms import Normalize
 from fedquilt.errors import DataError
+from fedquilt.learning.batch import Batch, as_batch, concatenate, count_rows
+from fedquilt.learning.losses import IGNORED
+from fedquilt.structure.tensors import find_tensors, map_tensors
 
 Rows: TypeAlias = Tensor | npt.NDArray[np.int64]
 
@@ -24,20 +27,18 @@ class ClientData(Protocol):
     """The interface of a client's data to training and evaluation."""
 
     @property
-    def labels(self) -> Tensor:
-        """The label of every example (N,), or one at every position of it (N, L)."""
+    def labels(self) -> Tensor | None:
+        """The label of every example (N,), or one at every position of it; None: no classes."""
 
     @property
     def label_set(self) -> tuple[int, ...]:
-        """The labels present, in order."""
+        """The labels present, in order; empty if there are no classes."""
 
     def __len__(self) -> int:
         """The number of examples."""
 
-    def batch(
-        self, rows: Tensor, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns inputs and labels of some rows; a generator means training, None evaluation."""
+    def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> tuple[Any, Any]:
+        """Returns inputs and targets of some rows; a generator means training, None evaluation."""
 
     def select(self, rows: Rows) -> ClientData:
         """Selects some rows."""
@@ -47,8 +48,10 @@ def count_targets(data: ClientData) -> int:
     """Counts the labels to predict: one per example, or one at every position of each."""
     if not len(data):
         return 0
+    if data.labels is None:
+        return len(data)
     _, y = data.batch(torch.zeros(1, dtype=torch.int64))
-    return len(data) * y.numel()
+    return len(data) * int(y.numel())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,6 +134,78 @@ def _check_labels(labels: Tensor, num_inputs: int) -> None:
         )
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class NestedExamples:
+    """Examples in memory with inputs or targets of any form: tensors in tuples and dicts.
+
+    Inputs become floats and integers as in ``Examples``; targets stay as they are. Targets that are
+    one tensor of integers, (N,) or more, count as labels.
+    """
+
+    inputs: Any
+    targets: Any
+    target_name: str | None = None  # where an example is one dict with its targets in it
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(str(tuple(x.shape[1:])) for x in find_tensors(self.inputs))
+        return f"NestedExamples({len(self)} of shapes {shapes})"
+
+    def __post_init__(self) -> None:
+        """Checks that all tensors have one length."""
+        lengths = {len(x) if x.ndim else 0 for x in find_tensors((self.inputs, self.targets))}
+        if len(lengths) != 1:
+            raise DataError(
+                "inputs and targets have one row for each example, got tensors of length "
+                f"{', '.join(map(str, sorted(lengths))) or 'none'}; give all of one length"
+            )
+
+    def __len__(self) -> int:
+        """The number of examples."""
+        return count_rows(self.inputs)
+
+    has_fixed_batches: ClassVar[bool] = True  # nothing is drawn
+
+    @property
+    def labels(self) -> Tensor | None:
+        """The targets, if they are integers."""
+        is_class = isinstance(self.targets, Tensor) and self.targets.dtype == torch.int64
+        return self.targets if is_class else None
+
+    @cached_property
+    def label_set(self) -> tuple[int, ...]:
+        """The labels present, in order."""
+        return list_labels(self.labels)
+
+    def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
+        """Returns inputs for the model, and targets."""
+
+        def take(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, rows)
+
+        inputs = map_tensors(lambda tensor: convert_for_models(take(tensor)), self.inputs)
+        return Batch(inputs, map_tensors(take, self.targets), target_name=self.target_name)
+
+    def select(self, rows: Rows) -> NestedExamples:
+        """Copies some rows."""
+        rows = torch.as_tensor(rows)
+        return replace(
+            self,
+            inputs=map_tensors(lambda tensor: tensor[rows], self.inputs),
+            targets=map_tensors(lambda tensor: tensor[rows], self.targets),
+        )
+
+
+def list_labels(labels: Tensor | None) -> tuple[int, ...]:
+    """The class numbers that are present, in order, without those that count for nothing.
+
+    >>> list_labels(torch.tensor([2, 0, 2, -100])), list_labels(None)
+    ((0, 2), ())
+    """
+    if labels is None:
+        return ()
+    return tuple(label for label in torch.unique(labels).tolist() if label != IGNORED)
+
+
 @dataclass(frozen=True, eq=False)
 class ConcatExamples:
     """The data of several clients as one: the examples of the first, then those of the next.
@@ -146,35 +221,37 @@ class ConcatExamples:
         return sum(map(len, self.parts)) if self.rows is None else len(self.rows)
 
     @cached_property
-    def labels(self) -> Tensor:
-        """The label of every example."""
-        labels = torch.cat([part.labels for part in self.parts])
+    def labels(self) -> Tensor | None:
+        """The label of every example; None if some have none."""
+        known = [part.labels for part in self.parts]
+        if any(labels is None for labels in known):
+            return None
+        labels = torch.cat([labels for labels in known if labels is not None])
         return labels if self.rows is None else labels[self.rows]
 
     @cached_property
     def label_set(self) -> tuple[int, ...]:
         """The labels present, in order."""
-        return tuple(torch.unique(self.labels).tolist())
+        return list_labels(self.labels)
 
     @property
     def has_fixed_batches(self) -> bool:
         """Whether a batch is always the same rows of all examples: nothing is drawn."""
         return all(getattr(part, "has_fixed_batches", False) for part in self.parts)
 
-    def batch(
-        self, rows: Tensor, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns inputs and labels of some rows, in their order, each prepared by its part."""
+    def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
+        """Returns inputs and targets of some rows, in their order, each prepared by its part."""
         rows = rows if self.rows is None else self.rows[rows]
         owners = torch.searchsorted(self._ends, rows, right=True)
         places, batches = [], []
         for number in owners.unique().tolist():
             part, end = self.parts[number], int(self._ends[number])
             places.append((owners == number).nonzero().flatten())
-            batches.append(part.batch(rows[places[-1]] - (end - len(part)), generator))
+            batches.append(as_batch(part.batch(rows[places[-1]] - (end - len(part)), generator)))
         back = torch.cat(places).argsort()
-        inputs, labels = (torch.cat(tensors)[back] for tensors in zip(*batches, strict=True))
-        return inputs, labels
+        joined = (concatenate(parts) for parts in zip(*batches, strict=True))
+        inputs, targets = (map_tensors(lambda tensor: tensor[back], value) for value in joined)
+        return batches[0].with_parts(inputs, targets)
 
     def select(self, rows: Rows) -> ConcatExamples:
         """Selects some rows of the same parts."""

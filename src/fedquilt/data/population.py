@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from fedquilt.data.conversion import to_examples
+from fedquilt.data.conversion import CollateFn, to_examples
 from fedquilt.data.examples import ClientData, ConcatExamples, count_targets
 from fedquilt.data.partition import (
     Indices,
@@ -81,6 +82,11 @@ class Population:
         splits = {"train": self.train, "test": self.test}
         return {**splits, "validation": self.validation} if self.validation else splits
 
+    def without_labels(self) -> Population:
+        """The same clients for a task without classes: nobody knows their labels."""
+        clients = tuple(replace(client, labels=()) for client in self.clients)
+        return replace(self, clients=clients)
+
     @property
     def evaluation_transforms(self) -> Chain:
         """What all inputs go through in evaluation; empty if clients differ."""
@@ -118,12 +124,15 @@ def make_clients(
     transforms: Iterable[AnyTransform] | None = None,
     test_transforms: Iterable[AnyTransform] | None = None,
     transform_targets: bool = False,
+    collate_fn: CollateFn | None = None,
+    target: str | None = None,
 ) -> Population:
     """Makes the clients of a run: divides data among them, and gives them budgets.
 
     Args:
         train: One set that is divided among the clients, or a list with one set per client. A set
-            is a ``torch.utils.data.Dataset`` of (input, label), or a pair of arrays.
+            is a ``torch.utils.data.Dataset`` of (input, target) or of dicts, or a pair of arrays,
+            tuples or dicts of arrays.
         test: One set, which the server holds and which is divided like the training set, or a list
             with one set per client.
         partition: How the set is divided: text (``iid``, ``classes:2``, ``dirichlet:0.5``,
@@ -147,6 +156,9 @@ def make_clients(
             image. They replace those that the data have; None: these stay.
         test_transforms: The same for evaluation; None: those of ``transforms`` that are not random.
         transform_targets: Whether targets are images that move with the inputs.
+        collate_fn: Makes a batch of a list of a dataset's items, as for a ``DataLoader``.
+        target: The entry of an example that is a dict which is the target; None: the first of
+            ``labels``, ``label``, ``targets``, ``target`` and ``y``.
 
     >>> import torch, fedquilt as fq
     >>> data = (torch.rand(12, 4), torch.arange(12) % 3)
@@ -174,16 +186,18 @@ def make_clients(
             transforms or (), test_transforms, transform_targets=transform_targets
         )
         train, test = (_transform(data, pipeline) for data in (train, test))
+    convert = partial(to_examples, collate_fn=collate_fn, target=target)
     if _is_per_client(train):
         if holdout_clients:
             raise DataError(
                 "holdout_clients are drawn where one set is divided, got one set per client; leave "
                 "some out, and give their data as test"
             )
-        own, tests, server_test = _take_per_client(train, test)
+        own, tests, server_test = _take_per_client(train, test, convert)
         names = [""] * len(own)
     else:
-        divided = _divide(to_examples(train), test, partition, count, min_examples, seed, groups)
+        shared = None if test is None else convert(test)
+        divided = _divide(convert(train), shared, partition, count, min_examples, seed, groups)
         trainers, server_test = _hold_out_clients(divided, holdout_clients, seed)
         own, tests = divided.select(trainers)
         names = [_find_group(divided.train_rows[i], groups[0], group_names) for i in trainers]
@@ -199,16 +213,16 @@ def _transform(data: Any, pipeline: Pipeline) -> Any:
 
 
 def _take_per_client(
-    train: Sequence[Any], test: Any
+    train: Sequence[Any], test: Any, convert: Callable[[Any], ClientData]
 ) -> tuple[Sequence[ClientData], Sequence[ClientData], ClientData | None]:
     """Converts data that come per client: training sets, test sets, and the server's test set."""
-    own = [_make_examples(number, data) for number, data in enumerate(train)]
+    own = [_make_examples(number, data, convert) for number, data in enumerate(train)]
     if not _is_per_client(test):
-        return own, [], None if test is None else to_examples(test)
-    tests = [to_examples(data) for data in test]
+        return own, [], None if test is None else convert(test)
+    tests = [convert(data) for data in test]
     if tests and len(tests) != len(own):
         raise DataError(f"there are {len(own)} clients but {len(tests)} test sets; give one each")
-    return own, tests, None if tests else to_examples(test)
+    return own, tests, None if tests else convert(test)
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,7 +244,7 @@ class _DividedData:
 
 def _divide(
     train: ClientData,
-    test: Any,
+    shared: ClientData | None,
     partition: Any,
     count: int | None,
     min_examples: int,
@@ -238,7 +252,6 @@ def _divide(
     groups: Groups,
 ) -> _DividedData:
     """Divides the data among clients; of natural clients it keeps those that take part."""
-    shared = None if test is None else to_examples(test)
     shared = shared if shared is not None and len(shared) else None
     is_natural = partition == "natural"
     if min_examples > 1 and not is_natural:
@@ -312,18 +325,23 @@ def _find_group(rows: Indices, groups: Sequence[int] | Numbers | None, names: Se
     return names[number] if number < len(names) else str(number)
 
 
-def _make_examples(number: int, data: Any) -> ClientData:
+def _make_examples(number: int, data: Any, convert: Callable[[Any], ClientData]) -> ClientData:
     rows = data[0] if isinstance(data, tuple) and data else data
     if hasattr(rows, "__len__") and len(rows) == 0:
         raise DataError(f"client {number} has no data; give it some, or leave the client out")
-    return to_examples(data)
+    return convert(data)
 
 
 def _is_per_client(data: Any) -> bool:
     if not isinstance(data, (list, tuple)):
         return False
-    is_pair = len(data) == 2 and all(hasattr(d, "dtype") for d in data)
-    return not is_pair
+    is_pair = len(data) == 2 and hasattr(data[1], "dtype")
+    is_dicts = isinstance(data, tuple) and len(data) == 2 and all(map(_is_mapping, data))
+    return not (is_pair or is_dicts)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _split_rows(
@@ -335,7 +353,13 @@ def _split_rows(
     groups: Groups,
 ) -> tuple[list[Indices], list[Indices]]:
     """Splits the rows of the training and of the test set among clients."""
-    labels = np.asarray(train.labels)
+    has_classes = train.labels is not None
+    if not has_classes and str(partition).startswith(("classes", "dirichlet")):
+        raise DataError(
+            f"partition '{partition}' goes by class numbers, and these targets are none; use "
+            "'iid', 'domain' or 'natural'"
+        )
+    labels = _get_labels(train)
     test_groups = None if groups[1] is None else np.asarray(groups[1])
     if groups[0] is not None and (test is None or groups[1] is None):
         test_groups = np.zeros(0, np.int64)
@@ -344,11 +368,17 @@ def _split_rows(
     return parse_partition(partition).split(
         labels,
         None if groups[0] is None else np.asarray(groups[0]),
-        np.zeros(0, np.int64) if test is None else np.asarray(test.labels),
+        np.zeros(0, np.int64) if test is None else _get_labels(test),
         test_groups,
         count,
         seed,
     )
+
+
+def _get_labels(examples: ClientData) -> Numbers:
+    """The class of every example; zeros where there are no classes."""
+    labels = examples.labels
+    return np.zeros(len(examples), np.int64) if labels is None else np.asarray(labels)
 
 
 def _make_population(

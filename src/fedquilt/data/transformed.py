@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ class TransformedExamples:
         return len(self.data)
 
     @property
-    def labels(self) -> Tensor:
-        """The label of every example."""
+    def labels(self) -> Tensor | None:
+        """The label of every example; None: no classes."""
         return self.data.labels
 
     @property
@@ -97,7 +98,8 @@ def transform_examples(data: ClientData, pipeline: Pipeline) -> TransformedExamp
     transformed = TransformedExamples(data, pipeline)
     if len(data):
         first = torch.zeros(1, dtype=torch.int64)
-        _check_images(*data.batch(first), pipeline)
+        images, targets = data.batch(first)
+        _check_images(images, targets, pipeline)
         for generator in (None, torch.Generator()):
             transformed.batch(first, generator)
     return transformed
@@ -123,19 +125,25 @@ def _may_mix_sizes(data: ClientData) -> bool:
     return bool(getattr(data, "may_mix_sizes", False))
 
 
-def _check_images(images: Tensor, targets: Tensor, pipeline: Pipeline) -> None:
+def _check_images(images: Any, targets: Any, pipeline: Pipeline) -> None:
     """Checks that there are images to transform, and what is said of their targets."""
+    if not isinstance(images, Tensor):
+        raise DataError(
+            "transforms are of inputs that are one tensor of images, got a "
+            f"{type(images).__name__}; transform the items in a torch Dataset of your own"
+        )
     if images.ndim != 4 or not images.is_floating_point():
         raise DataError(
             "only images (N, C, H, W) can be normalized or augmented, got "
             f"{images.dtype} of shape {tuple(images.shape)}; leave out the transforms"
         )
     moving = [t for t in (*pipeline.training, *pipeline.evaluation) if t.is_geometric]
-    are_images = targets.ndim >= 3 and targets.shape[-2:] == images.shape[-2:]
+    is_one = isinstance(targets, Tensor) and targets.ndim >= 3
+    are_images = is_one and targets.shape[-2:] == images.shape[-2:]
     if pipeline.transform_targets and not are_images:
         raise DataError(
             "transform_targets is for targets that are images of the size of the inputs, got "
-            f"targets of shape {tuple(targets.shape[1:])}; leave it out"
+            f"targets of shape {tuple(getattr(targets, 'shape', ()))[1:]}; leave it out"
         )
     if not are_images or not moving:
         return

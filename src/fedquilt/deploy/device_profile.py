@@ -12,10 +12,10 @@ from torch import nn
 
 from fedquilt.data import ClientData
 from fedquilt.federation.state import Setup
+from fedquilt.learning.batch import as_batch, bind_batch
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cost import compute_cost
 from fedquilt.structure.cut import build_module
-from fedquilt.training.losses import cross_entropy
 from fedquilt.training.optimizers import make_optimizer
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.threads import single_thread
@@ -71,10 +71,12 @@ def measure_width(
         return Measurement(width, float("inf"), memory)
     module = build_module(setup.model, setup.structure, subnet).train()
     num_steps = local_training.epochs * -(-len(data) // local_training.batch_size)
-    return Measurement(width, num_steps * _time_step(module, data, local_training), memory)
+    return Measurement(width, num_steps * _time_step(setup, module, data, local_training), memory)
 
 
-def _time_step(module: nn.Module, data: ClientData, local_training: LocalTraining) -> float:
+def _time_step(
+    setup: Setup, module: nn.Module, data: ClientData, local_training: LocalTraining
+) -> float:
     rows = torch.arange(min(local_training.batch_size, len(data)))
     settings = local_training.optimizer_at(local_training.lr, len(data))
     optimizer_step = make_optimizer(module.parameters(), settings)
@@ -82,8 +84,8 @@ def _time_step(module: nn.Module, data: ClientData, local_training: LocalTrainin
     with single_thread(), torch.random.fork_rng(devices=[]):
         for _ in range(1 + NUM_STEPS):
             start = time.perf_counter()
-            x, y = data.batch(rows)
-            optimizer_step.step(cross_entropy(module(x), y))
+            batch = bind_batch(setup.model, as_batch(data.batch(rows)))
+            optimizer_step.step(setup.task.loss.of_batch(module, batch))
             times.append(time.perf_counter() - start)
     return min(times[1:])
 

@@ -36,6 +36,7 @@ from fedquilt.engines.worker import (
     WorkRequest,
 )
 from fedquilt.federation.client import Failure, Task, Update
+from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
@@ -58,6 +59,7 @@ class LocalEngine:
         folder: Where clients' states are kept; None: in a temporary folder.
         timeouts: When a worker process counts as hung or late.
         devices: Where clients train.
+        task: What is learned: the loss and the metrics.
 
     >>> import torch, fedquilt as fq
     >>> inputs, labels = torch.rand(12, 4), torch.arange(12) % 3
@@ -82,8 +84,9 @@ class LocalEngine:
         folder: Path | None = None,
         timeouts: Timeouts | None = None,
         devices: Sequence[torch.device] = (CPU,),
+        task: LearningTask = CLASSIFICATION,
     ) -> None:
-        contexts = [ClientContext(model, structure, data, device) for device in devices]
+        contexts = [ClientContext(model, structure, data, device, task) for device in devices]
         self._context = contexts[0]
         self._scratch = ScratchDirectory(Path(tempfile.gettempdir()))
         self._memory = ScratchDirectory(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else self._scratch

@@ -1,4 +1,6 @@
-"""Accuracy of every size, on the server's held-out data and on the clients' own test data.
+"""The metric of every size, on the server's held-out data and on the clients' own test data.
+
+The metric is accuracy, unless the task has another.
 
 "Global" is the model on all held-out data. "Local" restricts each client's answers to the classes
 it has, on its own test data, averaged over examples (HeteroFL, Sec. 4). "User" accuracy is each
@@ -28,20 +30,23 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from fedquilt.engines.engine import Engine
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.federation.client import SERVER, Client, Failure, Task, Update, derive_seed
 from fedquilt.federation.state import Setup, State
-from fedquilt.federation.validation import validate_reply
+from fedquilt.federation.validation import EXAMPLES, LOSS, validate_reply
+from fedquilt.learning.metrics import MetricInfo
+from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.methods.method import Method, shares_weights
 from fedquilt.structure.cost import Cost, compute_cost
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.attack import PGD
 from fedquilt.training.dualnorm import NO_DIAL, has_dial
-from fedquilt.training.evaluate import Evaluate
+from fedquilt.training.evaluate import Evaluate, sum_numbers
 
 MAX_LOSS = 700.0  # whose exponential is still a float
 PARTS = 8  # held-out data is evaluated in this many tasks, whatever the number of workers
@@ -51,21 +56,28 @@ PARTS = 8  # held-out data is evaluated in this many tasks, whatever the number 
 class SizeScore:
     """The scores of the net of one width, at one robustness.
 
+    Values are those of the metric, which is accuracy unless the task has another. Then ``accuracy``
+    is the same as ``value``, ``user_accuracy`` as ``user_value``, and so on; they are None where
+    the metric is another.
+
     Args:
         width: The size of the net.
         params: The number of its parameters.
         macs: Multiply-accumulate operations for one example.
-        accuracy: On the server's held-out data, in [0, 1]; None without such data.
-        local_accuracy: On clients' test data, among each one's own classes; None without such data.
+        value: On the server's held-out data; None without such data.
+        local_value: On clients' test data, among each one's own classes; None without such data,
+            or without classes.
         loss: On the server's held-out data; None without such data, or if it is not finite.
         num_examples: The number of targets that were tested.
-        user_accuracy: The mean over clients of the accuracy on their test data.
+        user_value: The mean over clients of the value on their test data.
         robustness: The setting of the robustness dial; None: there is no dial.
-        robust_accuracy: The mean over clients of the accuracy under attack; None without an attack.
-        personal_accuracy: Of clients' own nets on their own data; None if they have none.
+        robust_value: The mean over clients of the value under attack; None without an attack.
+        personal_value: Of clients' own nets on their own data; None if they have none.
         perplexity: The exponential of the loss, where examples have several targets.
-        group_accuracy: The user accuracy in each domain.
+        group_values: The user value in each domain.
         batch_statistics: Whether each batch of test data was normalized by itself.
+        metric: The metric: its name, and whether higher is better.
+        metrics: All metrics of the task, on the server's data, or else on all clients' test data.
 
     >>> import torch, fedquilt as fq
     >>> inputs, labels = torch.rand(12, 4), torch.arange(12) % 3
@@ -79,23 +91,101 @@ class SizeScore:
     width: float
     params: int
     macs: int
-    accuracy: float | None  # global, in [0, 1]; None without held-out data
-    local_accuracy: float | None  # None where clients have no test data of their own
+    value: float | None  # None without held-out data
+    local_value: float | None  # None where clients have no test data of their own
     loss: float | None  # None without held-out data, and where it is not finite
     num_examples: int  # targets, where each example has several
-    user_accuracy: float | None = None  # mean over clients with test data
+    user_value: float | None = None  # mean over clients with test data
     robustness: float | None = None  # the dial; None where there is none
-    robust_accuracy: float | None = None  # mean over clients; None without an attack
-    personal_accuracy: float | None = None  # of clients' own nets; None if they have none
+    robust_value: float | None = None  # mean over clients; None without an attack
+    personal_value: float | None = None  # of clients' own nets; None if they have none
     perplexity: float | None = None  # exp(loss) where examples have several targets
-    group_accuracy: Mapping[str, float] | None = None  # user accuracy in each domain
+    group_values: Mapping[str, float] | None = None  # user value in each domain
     batch_statistics: bool = False  # whether each batch of test data was normalised by itself
+    metric: MetricInfo = CLASSIFICATION.metric
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """The value, if the metric is accuracy."""
+        return self._if_accuracy(self.value)
+
+    @property
+    def local_accuracy(self) -> float | None:
+        """The local value, if the metric is accuracy."""
+        return self._if_accuracy(self.local_value)
+
+    @property
+    def user_accuracy(self) -> float | None:
+        """The user value, if the metric is accuracy."""
+        return self._if_accuracy(self.user_value)
+
+    @property
+    def robust_accuracy(self) -> float | None:
+        """The robust value, if the metric is accuracy."""
+        return self._if_accuracy(self.robust_value)
+
+    @property
+    def personal_accuracy(self) -> float | None:
+        """The personal value, if the metric is accuracy."""
+        return self._if_accuracy(self.personal_value)
+
+    @property
+    def group_accuracy(self) -> Mapping[str, float] | None:
+        """The values in each domain, if the metric is accuracy."""
+        return self.group_values if self.metric.name == ACCURACY else None
+
+    def _if_accuracy(self, value: float | None) -> float | None:
+        return value if self.metric.name == ACCURACY else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object, in which values are called by the metric: ``user_accuracy``, ``r2``."""
+        document = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            name = name_in_json(one.name, self.metric)
+            document[name] = asdict(value) if isinstance(value, MetricInfo) else value
+        return document
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> SizeScore:
+        """The score of a JSON object.
+
+        Args:
+            document: What ``to_json`` returned.
+        """
+        metric = MetricInfo(**document["metric"])
+        names = {name_in_json(one.name, metric): one.name for one in fields(SizeScore)}
+        values = {names[name]: value for name, value in document.items() if name in names}
+        return SizeScore(**{**values, "metric": metric})
 
     def __repr__(self) -> str:
         """The fields that have a value."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        given = (f"{name}={value!r}" for name, value in values.items() if value is not None)
+        values = {name: value for name, value in self.to_json().items() if name != "metric"}
+        given = (f"{n}={v!r}" for n, v in values.items() if v is not None and v != {})
         return f"SizeScore({', '.join(given)})"
+
+
+ACCURACY = CLASSIFICATION.metric.name
+VALUES = {  # the fields that are values of the metric, and what comes before and after its name
+    "value": "",
+    "local_value": "local_",
+    "user_value": "user_",
+    "robust_value": "robust_",
+    "personal_value": "personal_",
+    "group_values": "group_",
+}
+
+
+def name_in_json(field: str, metric: MetricInfo) -> str:
+    """The name of a field of a score in JSON, where values are called by the metric.
+
+    >>> name_in_json("user_value", CLASSIFICATION.metric), name_in_json("params", MetricInfo("r2"))
+    ('user_accuracy', 'params')
+    """
+    if metric.name == "loss" and field == "value":
+        return "value"  # the loss has its own field, of the server's data alone
+    return f"{VALUES[field]}{metric.name}" if field in VALUES else field
 
 
 def evaluate(
@@ -153,6 +243,7 @@ def evaluate(
         attack=attack,
         scale=method.scales_outputs,
         batch_statistics=batch_statistics or not (has_statistics or method.local_params),
+        metrics=setup.task.numbers,
     )
     only_statistics = bool(method.local_params) and shares_weights(setup, method)
     by_clients = bool(testers) and only_statistics and not has_statistics
@@ -161,7 +252,10 @@ def evaluate(
         is_global = only_statistics and has_statistics
         for_server = replace(recipe, local_params=()) if is_global else recipe
         shared = _make_server_tasks(setup, state, subnets, for_server)
-    own = [_make_client_task(state, c, subnets, recipe) for c in setup.clients if c.id in testers]
+    asked = set(testers)
+    own = [
+        _make_client_task(setup, state, c, subnets, recipe) for c in setup.clients if c.id in asked
+    ]
     results = list(_validate_results(setup, state, engine, [*shared, *own]))
     on_shared, on_own = results[: len(shared)], results[len(shared) :]
     _refuse_unknown(on_shared)
@@ -170,15 +264,16 @@ def evaluate(
             on_failure(result)
     answered = [r for r in on_own if isinstance(r, Update)]  # clients that failed are left out
     points = list(itertools.product(robustness or (None,), zip(sizes, ensembles, strict=True)))
-    personal = _mean_over_clients(answered, "hits", len(ensembles)) if not robustness else None
+    learned = setup.task
+    personal = None if robustness else _mean_over_clients(learned, answered, len(ensembles))
     everywhere = answered if by_clients and has_server_test else on_shared
     domains = _list_domains(setup.clients, answered)
     price = functools.partial(compute_ensemble_cost, setup, memory=False)
     return [
         replace(
-            _score(i, width, dial, price(ensemble), everywhere, answered),
-            personal_accuracy=personal,
-            group_accuracy=_group_by_domain(domains, i),
+            _score(learned, i, width, dial, price(ensemble), everywhere, answered),
+            personal_value=personal,
+            group_values=_group_by_domain(learned, domains, i),
             batch_statistics=recipe.batch_statistics,
         )
         for i, (dial, (width, ensemble)) in enumerate(points)
@@ -206,10 +301,11 @@ def _refuse_unknown(on_shared: Sequence[Update | Failure]) -> None:
 
 
 def _make_client_task(
-    state: State, client: Client, subnets: tuple[Subnet, ...], recipe: Evaluate
+    setup: Setup, state: State, client: Client, subnets: tuple[Subnet, ...], recipe: Evaluate
 ) -> Task:
     """The global nets on a client's test data, and the client's own net, if it has one."""
-    recipe, subnets = replace(recipe, labels=client.labels), _without_home(subnets, recipe)
+    labels = client.labels if setup.task.counts_hits else None
+    recipe, subnets = replace(recipe, labels=labels), _without_home(subnets, recipe)
     if client.id in state.chosen_subnets and not recipe.robustness:
         assert recipe.ensembles is not None
         recipe = replace(recipe, ensembles=(*recipe.ensembles, (len(subnets),)))
@@ -218,6 +314,7 @@ def _make_client_task(
 
 
 def _score(
+    learned: LearningTask,
     point: int,
     width: float,
     dial: float | None,
@@ -225,28 +322,36 @@ def _score(
     on_shared: Sequence[Update | Failure],
     answered: Sequence[Update],
 ) -> SizeScore:
-    accuracy, loss, count = _share(on_shared, "hits", point)
-    local, _, local_count = _share(answered, "local", point)
+    replies = [result.metrics for result in on_shared if isinstance(result, Update)]
+    own = [update.metrics for update in answered]
+    name = learned.metric.name
+    on_server = learned.compute(sum_numbers(learned, replies, point))
+    local, local_count = _compute_share(own, "local", point)
+    num_examples = sum(int(reply[EXAMPLES]) for reply in replies)
+    loss = _mean_loss(on_shared, f"{LOSS}:{point}")
     return SizeScore(
         width,
         price.params,
         price.macs,
-        accuracy,
+        on_server[name],
         local,
         loss,
-        count or local_count,
-        _mean_over_clients(answered, "hits", point),
+        num_examples or local_count or sum(int(reply[EXAMPLES]) for reply in own),
+        _mean_over_clients(learned, answered, point),
         dial,
-        _mean_over_clients(answered, "robust", point),
-        perplexity=_compute_perplexity(on_shared, loss),
+        _mean_share(own, "robust", point),
+        perplexity=_compute_perplexity(replies, loss),
+        metric=learned.metric,
+        metrics=on_server if replies else learned.compute(sum_numbers(learned, own, point)),
     )
 
 
 def evaluate_by_client(
     setup: Setup, method: Method, state: State, engine: Engine, testers: tuple[int, ...]
 ) -> dict[int, float]:
-    """The largest net's accuracy on each client's own test data, all classes allowed."""
+    """The largest net's metric on each client's own test data, all classes allowed."""
     recipe = Evaluate(
+        metrics=setup.task.numbers,
         local_params=method.local_params,
         scale=method.scales_outputs,
         batch_statistics=not (method.has_statistics(setup) or method.local_params),
@@ -254,11 +359,12 @@ def evaluate_by_client(
     ensemble = _without_home(method.ensemble(setup, state, max(method.sizes(setup))), recipe)
     recipe = replace(recipe, ensembles=(tuple(range(len(ensemble))),))
     tasks = [Task(c, ensemble, state.params, recipe, _seed(c)) for c in testers]
-    return {
-        result.client: result.metrics["hits:0"] / result.metrics["examples"]
+    values = {
+        result.client: _compute_main(setup.task, [result.metrics], 0)
         for result in _validate_results(setup, state, engine, tasks)
         if isinstance(result, Update)
     }
+    return {client: value for client, value in values.items() if value is not None}
 
 
 def compute_ensemble_cost(setup: Setup, ensemble: Sequence[Subnet], *, memory: bool = True) -> Cost:
@@ -292,29 +398,35 @@ def _seed(number: int) -> int:
     return derive_seed(0, number)
 
 
-def _share(
-    results: Iterable[Update | Failure], kind: str, point: int
-) -> tuple[float | None, float | None, int]:
-    listed = [result for result in results if isinstance(result, Update)]
-    count = sum(int(a.metrics["examples"]) for a in listed)
-    if not count:
-        return None, None, 0
-    hits = sum(a.metrics.get(f"{kind}:{point}", 0.0) for a in listed)  # a part may be empty
-    return hits / count, _mean_loss(listed, f"loss:{point}"), count
+Reply = Mapping[str, float]  # the numbers that one client, or a part of the data, reports
 
 
-def _mean_loss(listed: Sequence[Update], name: str) -> float | None:
+def _compute_main(learned: LearningTask, replies: Sequence[Reply], point: int) -> float | None:
+    """The metric, of all of the replies in one."""
+    return learned.compute(sum_numbers(learned, replies, point))[learned.metric.name]
+
+
+def _compute_share(replies: Sequence[Reply], kind: str, point: int) -> tuple[float | None, int]:
+    """The fraction of hits of a kind, and of how many examples; None if it was not counted."""
+    count = sum(int(reply[EXAMPLES]) for reply in replies)
+    name = f"{kind}:{point}"
+    if not count or not any(name in reply for reply in replies):
+        return None, count
+    return sum(reply.get(name, 0.0) for reply in replies) / count, count
+
+
+def _mean_loss(results: Sequence[Update | Failure], name: str) -> float | None:
     """The mean over examples; a client's that is no number is left out, unless all are."""
+    listed = [result for result in results if isinstance(result, Update)]
     known = [a for a in listed if a.client == SERVER or math.isfinite(a.metrics.get(name, 0.0))]
-    count = sum(int(a.metrics["examples"]) for a in known)
+    count = sum(int(a.metrics[EXAMPLES]) for a in known)
     loss = sum(a.metrics.get(name, 0.0) for a in known)
     return loss / count if count and math.isfinite(loss) else None
 
 
-def _compute_perplexity(results: Iterable[Update | Failure], loss: float | None) -> float | None:
+def _compute_perplexity(replies: Sequence[Reply], loss: float | None) -> float | None:
     """How many equally likely targets the loss is worth; None where an example has one only."""
-    listed = (result for result in results if isinstance(result, Update))
-    if loss is None or loss > MAX_LOSS or not any("sequences" in a.metrics for a in listed):
+    if loss is None or loss > MAX_LOSS or not any("sequences" in reply for reply in replies):
         return None
     return math.exp(loss)
 
@@ -330,13 +442,27 @@ def _list_domains(clients: Sequence[Client], answered: Sequence[Update]) -> dict
 
 
 def _group_by_domain(
-    domains: Mapping[str, Sequence[Update]], point: int
+    learned: LearningTask, domains: Mapping[str, Sequence[Update]], point: int
 ) -> dict[str, float] | None:
-    means = {name: _mean_over_clients(a, "hits", point) for name, a in domains.items()}
+    means = {name: _mean_over_clients(learned, a, point) for name, a in domains.items()}
     return {name: mean for name, mean in means.items() if mean is not None} or None
 
 
-def _mean_over_clients(answered: Sequence[Update], kind: str, point: int) -> float | None:
+def _mean_over_clients(
+    learned: LearningTask, answered: Sequence[Update], point: int
+) -> float | None:
+    """The mean of the clients' own values; clients without this point, or a value, do not count."""
+    numbers = [f"{name}:{point}" for name in (*learned.numbers, LOSS)]
+    known = [a.metrics for a in answered if any(name in a.metrics for name in numbers)]
+    values = [_compute_main(learned, [reply], point) for reply in known]
+    return _mean([value for value in values if value is not None])
+
+
+def _mean_share(replies: Sequence[Reply], kind: str, point: int) -> float | None:
+    """The mean over clients of the fraction of hits of a kind."""
     name = f"{kind}:{point}"
-    shares = [a.metrics[name] / a.metrics["examples"] for a in answered if name in a.metrics]
-    return sum(shares) / len(shares) if shares else None
+    return _mean([reply[name] / reply[EXAMPLES] for reply in replies if name in reply])
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

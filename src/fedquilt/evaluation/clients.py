@@ -49,7 +49,7 @@ class ClientRecord:
 
 @dataclass(frozen=True)
 class ClientScore:
-    """What a client did in a run, and the accuracy that it got; means are over its rounds."""
+    """What a client did in a run, and the metric of its model; means are over its rounds."""
 
     client: int
     group: str  # where its data come from; may be empty
@@ -59,15 +59,15 @@ class ClientScore:
     bytes_per_round: float  # sent up, as they travelled
     params_received: float  # in a round
     macs: float  # forward, of one example, over all it trains
-    accuracy: float | None  # of the largest model on its own test data
+    value: float | None  # the metric of the largest model on its own test data
 
 
 def compute_client_scores(
-    setup: Setup, records: Iterable[ClientRecord], accuracy: Mapping[int, float] | None = None
+    setup: Setup, records: Iterable[ClientRecord], values: Mapping[int, float] | None = None
 ) -> list[ClientScore]:
     """One score per client of the setup, from the records of all training rounds.
 
-    ``accuracy`` is each client's on its own test data, if known.
+    ``values`` are those of the metric on each client's own test data, if known.
     """
     own: dict[int, list[ClientRecord]] = {client.id: [] for client in setup.clients}
     for record in records:
@@ -96,7 +96,7 @@ def compute_client_scores(
                 sum(record.bytes_sent for record in rounds) / count,
                 sum(count_params(record.received) for record in rounds) / count,
                 sum(count_macs(record.trained) for record in rounds) / count,
-                (accuracy or {}).get(client.id),
+                (values or {}).get(client.id),
             )
         )
     return scores
@@ -117,7 +117,7 @@ def compute_label_divergences(setup: Setup, data: Mapping[int, ClientData]) -> d
     return {
         client: label_divergence(np.bincount(np.asarray(own.labels).reshape(-1), minlength=count))
         for client, own in data.items()
-        if len(own)
+        if len(own) and setup.task.has_classes
     }
 
 

@@ -5,33 +5,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.accuracy import SizeScore, name_in_json
 from fedquilt.federation.state import Setup
+from fedquilt.learning.metrics import MetricInfo
 from fedquilt.methods.method import Method, shares_weights
 
-SCORES = {  # in the order in which they are preferred: on held-out data, if the server has any
-    "accuracy": "accuracy",
-    "user_accuracy": "user accuracy",
-    "local_accuracy": "local accuracy",
-}
+SCORES = ("value", "user_value", "local_value")  # preferred first: on held-out data, if there are
 
 
 @dataclass(frozen=True)
 class Summary:
     """The worst size and the mean over sizes, of one score."""
 
-    score: str  # a field of SizeScore
+    field: str  # of SizeScore
+    metric: MetricInfo
     worst: float
     mean: float
 
     @property
+    def score(self) -> str:
+        """The score as JSON calls it."""
+        return name_in_json(self.field, self.metric)
+
+    @property
     def name(self) -> str:
         """The score as people read it."""
-        return SCORES[self.score]
+        return name_score(self.field, self.metric)
 
 
-def get_main_accuracy(score: SizeScore) -> float | None:
-    """The first accuracy that is known, in the order of ``SCORES``."""
+def name_score(field: str, metric: MetricInfo) -> str:
+    """A score as people read it.
+
+    >>> name_score("user_value", MetricInfo("accuracy")), name_score("value", MetricInfo("r2"))
+    ('user accuracy', 'r2')
+    """
+    whose = field.removesuffix("value").removesuffix("_")
+    return f"{whose} {metric.name}".strip()
+
+
+def get_main_value(score: SizeScore) -> float | None:
+    """The first value of the metric that is known, in the order of ``SCORES``."""
     known = (getattr(score, name) for name in SCORES)
     return next((value for value in known if value is not None), None)
 
@@ -50,12 +63,12 @@ def summarize(scores: Sequence[SizeScore]) -> Summary | None:
     name = find_common_score(shown)
     if name is None:
         return None
-    values = [getattr(score, name) for score in shown]
-    return Summary(name, min(values), sum(values) / len(values))
+    values, metric = [getattr(score, name) for score in shown], shown[0].metric
+    return Summary(name, metric, metric.choose_worst(values), sum(values) / len(values))
 
 
-def describe_accuracy(setup: Setup, method: Method) -> str:
-    """What ``accuracy`` is the accuracy of, and on which data."""
+def describe_value(setup: Setup, method: Method) -> str:
+    """What ``value`` is the value of, and on which data."""
     if not method.local_params:
         return "on the server's held-out data"
     if shares_weights(setup, method):

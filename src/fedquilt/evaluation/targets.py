@@ -1,4 +1,7 @@
-"""How many rounds a run took to reach an accuracy, and how that compares (ADDS, Table 4)."""
+"""How many rounds a run took to reach a value of the metric, and how that compares.
+
+ADDS, Table 4, has this for accuracies.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fedquilt.errors import ConfigError
+from fedquilt.learning.metrics import MetricInfo
+from fedquilt.learning.task import CLASSIFICATION
 
-Curve = Iterable[tuple[int, float | None]]  # rounds, and accuracies where they are known
+Curve = Iterable[tuple[int, float | None]]  # rounds, and values where they are known
 
 
 @dataclass(frozen=True)
 class TargetResult:
-    """The first round whose accuracy was at least the target; None: there was none.
+    """The first round whose value was at least as good as the target; None: there was none.
 
     A speed-up is how many times as many rounds the run took that others are compared with.
     """
@@ -25,7 +30,10 @@ class TargetResult:
 
 
 def find_reached_targets(
-    targets: Sequence[float], accuracy: Curve, local: Curve = ()
+    targets: Sequence[float],
+    values: Curve,
+    local: Curve = (),
+    metric: MetricInfo = CLASSIFICATION.metric,
 ) -> list[TargetResult]:
     """When each target was reached.
 
@@ -33,19 +41,21 @@ def find_reached_targets(
     >>> [result.rounds for result in find_reached_targets([0.4, 0.5, 0.9], curve)]
     [2, 2, None]
     """
-    shared, own = list(accuracy), list(local)
+    shared, own = list(values), list(local)
     return [
         TargetResult(
-            validate_target(target), count_rounds_to(target, shared), count_rounds_to(target, own)
+            validate_target(target, metric),
+            count_rounds_to(target, shared, metric),
+            count_rounds_to(target, own, metric),
         )
         for target in targets
     ]
 
 
-def count_rounds_to(target: float, curve: Curve) -> int | None:
-    """The first round with at least this accuracy; None if there is none."""
-    found = (round for round, accuracy in curve if accuracy is not None and accuracy >= target)
-    return next(found, None)
+def count_rounds_to(target: float, curve: Curve, metric: MetricInfo) -> int | None:
+    """The first round at least as good as this; None if there is none."""
+    reached = (r for r, value in curve if value is not None and metric.reaches(value, target))
+    return next(reached, None)
 
 
 def compute_speed_ups(
@@ -71,8 +81,11 @@ def _compute_ratio(one: int | None, other: int | None) -> float | None:
     return one / other if one and other else None
 
 
-def validate_target(target: float) -> float:
-    """The target itself, if it is an accuracy that can be reached."""
-    if not 0 < target <= 1:
-        raise ConfigError(f"a target is an accuracy in (0, 1], got {target:g}; write 40 % as 0.4")
+def validate_target(target: float, metric: MetricInfo = CLASSIFICATION.metric) -> float:
+    """The target itself, if it is a value that can be reached."""
+    if metric.is_fraction and not 0 < target <= 1:
+        article = "an" if metric.name[0] in "aeiou" else "a"
+        raise ConfigError(
+            f"a target is {article} {metric.name} in (0, 1], got {target:g}; write 40 % as 0.4"
+        )
     return target

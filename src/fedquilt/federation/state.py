@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedquilt.federation.client import Client
+from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import Example
@@ -33,6 +34,7 @@ class Setup:
         seed: Of all random streams.
         sampling: fixed: every cohort has the same size; poisson: every client is in it with the
             same probability, independently of the others.
+        task: What is learned: the loss and the metrics.
 
     >>> import torch, fedquilt as fq
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
@@ -50,6 +52,7 @@ class Setup:
     rounds: int
     seed: int
     sampling: Sampling = "fixed"
+    task: LearningTask = CLASSIFICATION
 
     @cached_property
     def clients_by_id(self) -> Mapping[int, Client]:

@@ -124,6 +124,7 @@ def validate_reply(
                 f"{client_label(task.client)} was answered for by {client_label(result.client)}"
             )
         terms = get_reply_spec(task, _find_client(setup, task.client))
+        terms = _allow_losses(terms, setup.task.loss.least)
         if terms.may_be_empty and not result.subnets:
             metrics = dict[str, MetricSpec]() if terms.metrics is not None else None
             terms = replace(terms, subnets=(), weight=0.0, metrics=metrics)
@@ -142,6 +143,19 @@ def validate_reply(
                 f"({type(problem).__name__}: {problem})"
             ),
         )
+
+
+def _allow_losses(terms: ReplySpec, least: float) -> ReplySpec:
+    """The terms of a task whose loss may be less than zero: recipes know of cross entropy only."""
+    if least >= 0 or terms.metrics is None:
+        return terms
+    metrics = {
+        name: replace(spec, low=min(spec.low, least))
+        if name == LOSS or name.startswith(f"{LOSS}:")
+        else spec
+        for name, spec in terms.metrics.items()
+    }
+    return replace(terms, metrics=metrics)
 
 
 def _find_client(setup: Setup, number: int) -> Client:

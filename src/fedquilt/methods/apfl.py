@@ -356,6 +356,7 @@ class APFL(FedPA):
             local_params=self.local_params,
             examples=self.search_examples,
             lazy=self.lazy,
+            metric=setup.task.metric.name,
         )
 
     def training_aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:

@@ -23,7 +23,7 @@ from fedquilt.structure.cut import build_module
 from fedquilt.structure.derive import make_uncut_structure
 from fedquilt.training.conditional import make_conditional
 from fedquilt.training.local_sgd import LocalSGD
-from fedquilt.training.objectives import CrossEntropy, Objective
+from fedquilt.training.objectives import Objective, PlainLoss
 from fedquilt.training.settings import LocalTraining
 
 
@@ -63,7 +63,7 @@ class FedAvg(BaseMethod):
     width: float = 1.0
     local_params: tuple[str, ...] = ()
     statistics: Literal["tracked", "batch"] = "tracked"
-    objective: Objective = field(default_factory=CrossEntropy)
+    objective: Objective = field(default_factory=PlainLoss)
     conditional: bool = False
     within_budgets: bool = False
 

@@ -14,6 +14,7 @@ docs/methods/splitmix.md.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,10 +40,10 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.attack import PGD
 from fedquilt.training.dualnorm import make_dual
-from fedquilt.training.evaluate import Evaluate
+from fedquilt.training.evaluate import Evaluate, sum_numbers
 from fedquilt.training.initialization import reinitialize_copy, rescale_initial
 from fedquilt.training.local_sgd import LocalSGD
-from fedquilt.training.objectives import Adversarial, CrossEntropy, Objective
+from fedquilt.training.objectives import Adversarial, Objective, PlainLoss
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.statistics import QueryStatistics
 from fedquilt.training.tracking import without_running_stats
@@ -69,7 +70,7 @@ class SplitMix(BaseMethod):
     ``robust`` trains every base with two kinds of normalization, for clean and for attacked
     inputs (Algorithm 4). Every base is drawn by its layers' ``reset_parameters``; values of the
     model that these would not draw are lost, with a warning. ``sort_bases`` orders the bases by
-    validation accuracy at the end.
+    the metric on validation data at the end.
     ``stacked`` trains a client's bases in one pass instead of one after another; None:
     whichever is clearly quicker, tried once when the run starts.
 
@@ -82,7 +83,7 @@ class SplitMix(BaseMethod):
         rescale_init: Whether base nets are initialized like parts of the wide net.
         rescale_layer: Whether layers are rescaled by the width; None: with post statistics.
         masked: Whether the loss leaves out classes that a client does not have.
-        sort_bases: Whether base nets are ordered by their accuracy on validation data.
+        sort_bases: Whether base nets are ordered by the metric on validation data.
         robust: Whether clients also train under attack, with dual batch normalization.
         robust_fraction: Weight of the loss under attack.
         epsilon: Largest change of a pixel by the attack.
@@ -194,9 +195,7 @@ class SplitMix(BaseMethod):
     def objective(self) -> Objective:
         """Cross entropy, or Eq. 1 by Algorithm 4."""
         return (
-            CrossEntropy()
-            if self.attack is None
-            else Adversarial(self.attack, self.robust_fraction)
+            PlainLoss() if self.attack is None else Adversarial(self.attack, self.robust_fraction)
         )
 
     def make_private(self) -> Self:
@@ -252,7 +251,8 @@ class SplitMix(BaseMethod):
         if self.stacked is not None or self.robust or self.num_bases == 1:
             return bool(self.stacked) and not self.robust
         model = setup.model if self.tracks_statistics else without_running_stats(setup.model)
-        return should_stack(model, setup.example, self.num_bases, self.local_training.batch_size)
+        batch_size, count = self.local_training.batch_size, self.num_bases
+        return should_stack(model, setup.example, count, batch_size, setup.task.loss)
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Algorithm 1, lines 4 to 6: sample base models for each client, and what it does."""
@@ -260,7 +260,10 @@ class SplitMix(BaseMethod):
             return [self._training(setup, state, c, i) for i, c in enumerate(cohort)]
         every = tuple(self.base_subnets(range(self.num_bases)))
         recipe = Evaluate(
-            split="validation", local_params=self.local_params, scale=self.scales_outputs
+            split="validation",
+            local_params=self.local_params,
+            scale=self.scales_outputs,
+            metrics=setup.task.numbers,
         )
         return [
             Task(c.id, every, state.params, recipe, derive_seed(setup.seed, state.round, c.id))
@@ -340,18 +343,21 @@ class CountVisits(ServerUpdate):
 
 @dataclass(frozen=True)
 class SortBases(ServerUpdate):
-    """Algorithm 1, line 9: bases in the descending order of validation accuracy."""
+    """Algorithm 1, line 9: bases in the order of the metric on validation data, best first."""
 
     num_bases: int
     moves_params = False
 
     def apply(self, setup: Setup, state: State, aggregate: Aggregate) -> State:
         """Renumbers the bases, and with them what the server keeps of each."""
-        hits = [
-            sum(reply.metrics[f"hits:{number}"] for reply in aggregate.replies)
+        replies = [reply.metrics for reply in aggregate.replies]
+        values = [
+            setup.task.compute(sum_numbers(setup.task, replies, number))[setup.task.metric.name]
             for number in range(self.num_bases)
         ]
-        order = sorted(range(self.num_bases), key=lambda number: -hits[number])
+        sign = -1.0 if setup.task.metric.higher_is_better else 1.0
+        ranks = [math.inf if value is None else sign * value for value in values]
+        order = sorted(range(self.num_bases), key=lambda number: ranks[number])
         numbers = {str(old): new for new, old in enumerate(order)}
 
         def rename(tensors: Params) -> dict[str, Tensor]:

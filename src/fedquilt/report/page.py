@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,16 +23,19 @@ from fedquilt.evaluation.architectures import (
     LayerCost,
 )
 from fedquilt.evaluation.clients import ClientScore
-from fedquilt.evaluation.summary import get_main_accuracy, summarize
+from fedquilt.evaluation.summary import get_main_value, summarize
 from fedquilt.evaluation.targets import TargetResult
 from fedquilt.formatting import format_percent, format_si
+from fedquilt.learning.metrics import MetricInfo
+from fedquilt.learning.task import CLASSIFICATION
 from fedquilt.methods.method import SIZE_NAMES
 from fedquilt.report import drawing, score_plots, subnet_plots
 from fedquilt.report.figures import Figure
 from fedquilt.report.records import LocalTest, Milestone
 from fedquilt.report.tables import (
-    COLUMNS,
     MEANINGS,
+    get_cell,
+    list_columns,
     make_domain_rows,
     make_header,
     make_legend,
@@ -68,8 +71,22 @@ class RunReport:
     local: Mapping[int, float] = field(default_factory=dict)  # last accuracy of each local model
     targets: Sequence[TargetResult] = ()  # and the rounds to reach them
     size_kind: str = "width"  # what a size is a fraction of
-    accuracy_is: str = MEANINGS["accuracy"]  # of which model, on which data
+    value_is: str = MEANINGS["value"]  # of which model, on which data
     exceeds_budgets: str | None = None  # how, in a sentence
+
+    @property
+    def metric(self) -> MetricInfo:
+        """The metric of the scores."""
+        return self.scores[0].metric if self.scores else CLASSIFICATION.metric
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object; scores call their values by the metric."""
+        document = asdict(replace(self, scores=(), progress=()))
+        document["scores"] = [score.to_json() for score in self.scores]
+        document["progress"] = [
+            {**vars(milestone), "score": milestone.score.to_json()} for milestone in self.progress
+        ]
+        return document
 
 
 @dataclass(frozen=True)
@@ -104,7 +121,7 @@ def write_page(folder: Path, reports: Sequence[RunReport]) -> Path:
     """Writes ``report.json``, the figures and ``index.html``; returns the path of the page."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        data = {report.name: asdict(report) for report in reports}
+        data = {report.name: report.to_json() for report in reports}
         (folder / "report.json").write_text(json.dumps(data, indent=1))
         figures = [
             _draw_figure(figure, folder / f"{number:02d}-{_make_slug(figure.title)}.png")
@@ -129,7 +146,9 @@ def _plot_figures(reports: Sequence[RunReport]) -> list[Figure]:
     figures += score_plots.plot_by_round(progress, {r.name: r.local_tests for r in reports})
     figures += score_plots.plot_density({r.name: r.local for r in reports})
     if any(r.clients for r in reports):
-        figures.append(score_plots.plot_by_client({r.name: r.clients for r in reports}))
+        figures.append(
+            score_plots.plot_by_client({r.name: r.clients for r in reports}, reports[0].metric)
+        )
     if any(len(r.shares) > 1 for r in reports):
         figures.append(score_plots.plot_by_group({r.name: r.shares for r in reports}))
     figures += subnet_plots.plot_by_cost({r.name: r.nets for r in reports})
@@ -174,16 +193,17 @@ def _render_page(reports: Sequence[RunReport], figures: Sequence[_FigureSection]
 
 
 def _make_run_section(report: RunReport) -> _RunSection:
-    rows = [asdict(score) for score in report.scores]
-    names = [n for n in COLUMNS if any(row.get(n) is not None for row in rows)]
+    rows = [score.to_json() for score in report.scores]
+    columns = list_columns(rows)
+    names = [n for n in columns if any(get_cell(row, n) is not None for row in rows)]
     sizes = _Table(
-        make_header(names, report.size_kind),
-        [[COLUMNS[name][1](row[name]) for name in names] for row in rows],
+        make_header(rows, names, report.size_kind),
+        [[columns[name].format(get_cell(row, name)) for name in names] for row in rows],
     )
-    notes = make_legend(names, report.size_kind, report.accuracy_is)
+    notes = make_legend(rows, names, report.size_kind, report.value_is)
     summary = summarize(report.scores)
     if summary is not None and len(report.scores) > 1:
-        worst, mean = format_percent(summary.worst), format_percent(summary.mean)
+        worst, mean = map(summary.metric.format, (summary.worst, summary.mean))
         notes.append(f"worst {worst}, mean {mean}: {summary.name} over sizes")
     if report.exceeds_budgets is not None:
         notes.append(report.exceeds_budgets)
@@ -193,15 +213,16 @@ def _make_run_section(report: RunReport) -> _RunSection:
 
 
 def _make_cost_table(reports: Sequence[RunReport]) -> _Table:
-    """Accuracy and costs of runs side by side, in the mean over clients (ADDS, Table 3)."""
+    """The metric and costs of runs side by side, in the mean over clients (ADDS, Table 3)."""
     costs = ["parameters", "MACs", "sent a round", "received a round"]
-    header = ["", "accuracy", "local accuracy", *costs]
+    names = list(dict.fromkeys(report.metric.name for report in reports))
+    header = ["", " / ".join(names), "local accuracy", *costs]
     return _Table(header, [_make_cost_row(report) for report in reports if report.mean_costs])
 
 
 def _make_cost_row(report: RunReport) -> list[str]:
     largest = max(report.scores, key=lambda score: score.width, default=None)
-    accuracy = None if largest is None else get_main_accuracy(largest)
+    value = None if largest is None else get_main_value(largest)
     local_accuracy = fmean(report.local.values()) if report.local else None
     costs = [
         f"{format_si(report.mean_costs[name])} ({format_percent(report.mean_shares.get(name))})"
@@ -209,12 +230,14 @@ def _make_cost_row(report: RunReport) -> list[str]:
     ]
     traffic = report.traffic
     sent = [format_si(traffic[way], "B") if traffic else "-" for way in ("up", "down")]
-    return [report.name, format_percent(accuracy), format_percent(local_accuracy), *costs, *sent]
+    shown = report.metric.format(value)
+    return [report.name, shown, format_percent(local_accuracy), *costs, *sent]
 
 
 def _make_target_table(reports: Sequence[RunReport]) -> _Table:
-    """Rounds to each accuracy, and the speed-up over the first run (ADDS, Table 4)."""
-    targets = [format_percent(result.target) for result in reports[0].targets] if reports else []
+    """Rounds to each target, and the speed-up over the first run (ADDS, Table 4)."""
+    given = reports[0].targets if reports else ()
+    targets = [reports[0].metric.format(result.target) for result in given]
     if not targets:
         return _Table((), ())
     has_local = any(report.local_tests for report in reports)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fedquilt.federation.client import client_label
 from fedquilt.formatting import format_duration, format_percent
-from fedquilt.runs.event_lines import SEPARATOR, describe_accuracies, describe_event
+from fedquilt.runs.event_lines import SEPARATOR, describe_event, describe_values
 from fedquilt.runs.events import (
     CheckpointDamaged,
     CheckpointSaved,
@@ -217,7 +217,6 @@ def render_progress(state: ProgressState) -> RenderableType:
         facts.append(f"{state.num_failures} failed")
     lines: list[RenderableType] = [bar, Text(SEPARATOR.join(facts))]
     if state.evaluation is not None:
-        accuracies = describe_accuracies(state.evaluation.scores)
-        text = f"accuracy after round {state.evaluation.round}: {accuracies}"
+        text = f"after round {state.evaluation.round}: {describe_values(state.evaluation.scores)}"
         lines.append(Text(text, style="dim"))
     return Group(*lines)

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from fedquilt.evaluation.accuracy import SizeScore
-from fedquilt.evaluation.summary import get_main_accuracy
+from fedquilt.evaluation.summary import get_main_value
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.records import is_known_record, read_records, read_times
 
@@ -86,7 +86,7 @@ def read_milestones(directory: RunDirectory) -> list[Milestone]:
         if "scores" not in record:
             phase, sent = record["phase"], sent + record["bytes_down"] + record["bytes_up"]
         elif record["scores"]:
-            score = max((SizeScore(**s) for s in record["scores"]), key=lambda s: s.width)
+            score = max((SizeScore.from_json(s) for s in record["scores"]), key=lambda s: s.width)
             spent_by_then = spent.get(record["round"], seconds)
             found.append(Milestone(record["round"], phase, spent_by_then, sent, score))
     return found
@@ -102,15 +102,15 @@ def filter_last_phase(progress: Sequence[Dated]) -> list[Dated]:
 
 def count_bytes_to_reach(
     progress: Sequence[Milestone],
-    accuracy: float,
-    of: Callable[[SizeScore], float | None] = get_main_accuracy,
+    target: float,
+    of: Callable[[SizeScore], float | None] = get_main_value,
 ) -> int | None:
-    """What had been sent at the first evaluation with at least this accuracy; None: there is none.
+    """What had been sent at the first evaluation that reached a target; None: there is none.
 
-    ``of`` says which accuracy of a score is meant, such as that of clients' own nets.
+    ``of`` says which value of a score is meant, such as that of clients' own nets.
     """
     for milestone in progress:
         reached = of(milestone.score)
-        if reached is not None and reached >= accuracy:
+        if reached is not None and milestone.score.metric.reaches(reached, target):
             return milestone.bytes
     return None

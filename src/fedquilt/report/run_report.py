@@ -23,7 +23,7 @@ from fedquilt.evaluation.architectures import (
 )
 from fedquilt.evaluation.blocks import compute_mean_weights, read_step_sizes
 from fedquilt.evaluation.clients import compute_label_divergences, compute_trained_fractions
-from fedquilt.evaluation.summary import describe_accuracy, get_main_accuracy
+from fedquilt.evaluation.summary import describe_value, get_main_value
 from fedquilt.evaluation.targets import TargetResult, compute_speed_ups, find_reached_targets
 from fedquilt.methods.method import Method
 from fedquilt.report.page import RunReport
@@ -66,7 +66,7 @@ def build_report(
         about,
         scores,
         size_kind=run.method.size_kind,
-        accuracy_is=describe_accuracy(run.setup, run.method),
+        value_is=describe_value(run.setup, run.method),
         exceeds_budgets=run.info.exceeds_budgets,
         clients=clients,
         steps=read_step_sizes(run.setup, run.method, run.state),
@@ -134,7 +134,7 @@ def _read_recorded(directory: RunDirectory) -> dict[str, Any]:
 def compare_reports(stories: Sequence[RunReport], targets: Sequence[float]) -> list[RunReport]:
     """The stories with the rounds that each target took, and how that compares with the first.
 
-    Earlier phases count with their rounds, not with the accuracy of what they train: another net.
+    Earlier phases count with their rounds, not with the values of what they train: another net.
     """
     first, *others = [_find_reached(story, targets) for story in stories]
     found = [first, *(compute_speed_ups(first, other) for other in others)]
@@ -144,8 +144,9 @@ def compare_reports(stories: Sequence[RunReport], targets: Sequence[float]) -> l
 def _find_reached(story: RunReport, targets: Sequence[float]) -> list[TargetResult]:
     return find_reached_targets(
         targets,
-        [(m.round, get_main_accuracy(m.score)) for m in filter_last_phase(story.progress)],
+        [(m.round, get_main_value(m.score)) for m in filter_last_phase(story.progress)],
         [(test.round, test.accuracy) for test in filter_last_phase(story.local_tests)],
+        story.metric,
     )
 
 
@@ -154,10 +155,9 @@ def _read_evaluated(directory: RunDirectory) -> tuple[SizeScore, ...]:
     document = directory.read_evaluation()
     if document is None:
         return ()
-    fields = SizeScore.__dataclass_fields__
     try:
         rows: list[dict[str, Any]] = document["sizes"]
-        return tuple(SizeScore(**{k: v for k, v in row.items() if k in fields}) for row in rows)
+        return tuple(map(SizeScore.from_json, rows))
     except (AttributeError, KeyError, TypeError) as problem:
         raise CorruptFileError(
             f"{directory.evaluation_file} is damaged: it holds no scores; evaluate again"

@@ -52,12 +52,14 @@ def write_report(
             raise ConfigError(
                 f"a report is about runs, got {run!r}; open it with fedquilt.open_run"
             )
-    wanted = [validate_target(accuracy) for accuracy in targets]
+    for run in runs:
+        for target in targets:  # before anything is computed
+            validate_target(target, run.setup.task.metric)
     stories = [
         build_report(name, run, run.population if clients else None, workers=workers)
         for name, run in zip(_name_runs(runs), runs, strict=True)
     ]
-    return write_page(Path(out), compare_reports(stories, wanted))
+    return write_page(Path(out), compare_reports(stories, targets))
 
 
 def _name_runs(runs: Sequence[Run]) -> list[str]:

@@ -9,8 +9,10 @@ from statistics import fmean, pstdev
 
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.clients import ClientScore
-from fedquilt.evaluation.summary import SCORES, find_common_score, get_main_accuracy
-from fedquilt.formatting import format_percent, list_values
+from fedquilt.evaluation.summary import find_common_score, get_main_value, name_score
+from fedquilt.formatting import list_values
+from fedquilt.learning.metrics import MetricInfo
+from fedquilt.learning.task import CLASSIFICATION
 from fedquilt.report.figures import Bars, Boxes, Curve, Densities, Figure, Lines
 from fedquilt.report.records import (
     LocalTest,
@@ -23,47 +25,63 @@ from fedquilt.report.records import (
 def plot_by_size(
     runs: Mapping[str, Sequence[SizeScore]], names: Collection[str] = ("width",)
 ) -> list[Figure]:
-    """Accuracy against parameters, MACs and size (Split-Mix, Table 1).
+    """The metric against parameters, MACs and size (Split-Mix, Table 1).
 
     ``names`` are the names of the runs' sizes. Sizes that mean different things have no figure.
     """
     against = {"params": "parameters", "macs": "MACs, one example"}
     if len(names) == 1:
         against["width"] = next(iter(names))
-    accuracy = _choose_accuracy([score for scores in runs.values() for score in scores])
+    shown = _choose_score([score for scores in runs.values() for score in scores])
     return [
         Lines(
-            f"Accuracy against {label}",
+            f"{shown.title} against {label}",
             label,
-            accuracy.label,
-            {name: _make_curve(scores, attribute, accuracy) for name, scores in runs.items()},
+            shown.label,
+            {name: _make_curve(scores, attribute, shown) for name, scores in runs.items()},
         )
         for attribute, label in against.items()
     ]
 
 
-def _make_curve(scores: Sequence[SizeScore], attribute: str, accuracy: _Accuracy) -> Curve:
+def _make_curve(scores: Sequence[SizeScore], attribute: str, shown: _ShownScore) -> Curve:
     return sorted(
-        (float(getattr(score, attribute)), 100 * value)
+        (float(getattr(score, attribute)), value)
         for score in scores
-        if not score.robustness and (value := accuracy.get(score)) is not None
+        if not score.robustness and (value := shown.get(score)) is not None
     )
 
 
 @dataclass(frozen=True)
-class _Accuracy:
-    """The accuracy that a figure shows."""
+class _ShownScore:
+    """The score that a figure shows."""
 
+    metric: MetricInfo
     label: str
-    get: Callable[[SizeScore], float | None]
+    read: Callable[[SizeScore], float | None]
+
+    @property
+    def title(self) -> str:
+        """The name of the metric as the first word of a title."""
+        return self.metric.name[:1].upper() + self.metric.name[1:]
+
+    def get(self, score: SizeScore) -> float | None:
+        """The value as it is drawn: fractions in percent."""
+        return self.scale(self.read(score))
+
+    def scale(self, value: float | None) -> float | None:
+        """A value as it is drawn."""
+        return value if value is None or not self.metric.is_fraction else 100 * value
 
 
-def _choose_accuracy(scores: Sequence[SizeScore]) -> _Accuracy:
-    """Chooses an accuracy that all scores have."""
+def _choose_score(scores: Sequence[SizeScore]) -> _ShownScore:
+    """Chooses a score that all have."""
+    metric = scores[0].metric if scores else CLASSIFICATION.metric
+    unit = " (%)" if metric.is_fraction else ""
     name = find_common_score(scores)
     if name is None:
-        return _Accuracy("accuracy (%), where it is known", get_main_accuracy)
-    return _Accuracy(f"{SCORES[name]} (%)", attrgetter(name))
+        return _ShownScore(metric, f"{metric.name}{unit}, where it is known", get_main_value)
+    return _ShownScore(metric, f"{name_score(name, metric)}{unit}", attrgetter(name))
 
 
 def plot_trade_off(runs: Mapping[str, Sequence[SizeScore]]) -> list[Figure]:
@@ -89,17 +107,17 @@ def plot_trade_off(runs: Mapping[str, Sequence[SizeScore]]) -> list[Figure]:
 
 
 def plot_by_time(runs: Mapping[str, Sequence[Milestone]]) -> Figure:
-    """Accuracy of the largest subnet against seconds of training (Split-Mix, Fig. 9)."""
-    accuracy = _choose_accuracy([m.score for progress in runs.values() for m in progress])
+    """The metric of the largest subnet against seconds of training (Split-Mix, Fig. 9)."""
+    shown = _choose_score([m.score for progress in runs.values() for m in progress])
     return Lines(
-        "Accuracy of the largest net against wall-clock time",
+        f"{shown.title} of the largest net against wall-clock time",
         "seconds",
-        accuracy.label,
+        shown.label,
         {
             name: [
-                (milestone.seconds, 100 * value)
+                (milestone.seconds, value)
                 for milestone in progress
-                if (value := accuracy.get(milestone.score)) is not None
+                if (value := shown.get(milestone.score)) is not None
             ]
             for name, progress in runs.items()
         },
@@ -110,16 +128,16 @@ def plot_by_time(runs: Mapping[str, Sequence[Milestone]]) -> Figure:
 def plot_by_round(
     runs: Mapping[str, Sequence[Milestone]], local: Mapping[str, Sequence[LocalTest]]
 ) -> list[Figure]:
-    """Accuracy of the largest subnet, and of local models, against rounds (ADDS, Fig. 4)."""
-    accuracy = _choose_accuracy([m.score for progress in runs.values() for m in progress])
-    known = {n: [(m.round, accuracy.get(m.score)) for m in ms] for n, ms in runs.items()}
-    shared = {n: [(r, 100 * a) for r, a in pairs if a is not None] for n, pairs in known.items()}
+    """The metric of the largest subnet, and of local models, against rounds (ADDS, Fig. 4)."""
+    shown = _choose_score([m.score for progress in runs.values() for m in progress])
+    known = {n: [(m.round, shown.get(m.score)) for m in ms] for n, ms in runs.items()}
+    shared = {n: [(r, a) for r, a in pairs if a is not None] for n, pairs in known.items()}
     own = {n: [(test.round, 100 * test.accuracy) for test in tests] for n, tests in local.items()}
     return [
-        Lines(f"Accuracy of {whose} against rounds", "round", y, curves, is_linear=True)
-        for whose, y, curves in (
-            ("the largest net", accuracy.label, shared),
-            ("clients' own models", "accuracy before merging (%)", own),
+        Lines(f"{what} of {whose} against rounds", "round", y, curves, is_linear=True)
+        for what, whose, y, curves in (
+            (shown.title, "the largest net", shown.label, shared),
+            ("Accuracy", "clients' own models", "accuracy before merging (%)", own),
         )
         if any(curves.values())
     ]
@@ -142,56 +160,65 @@ def plot_density(local: Mapping[str, Mapping[int, float]]) -> list[Figure]:
 
 
 def plot_by_traffic(runs: Mapping[str, Sequence[Milestone]]) -> list[Figure]:
-    """Accuracy of the largest subnet, and of personal models, against bytes (APFL, Fig. 4)."""
+    """The metric of the largest subnet, and of personal models, against bytes (APFL, Fig. 4)."""
     largest = max((m.bytes for progress in runs.values() for m in progress), default=0)
     unit, factor = next(
         ((u, f) for u, f in (("GB", 1e9), ("MB", 1e6)) if largest >= f), ("kB", 1e3)
     )
-    accuracy = _choose_accuracy([m.score for progress in runs.values() for m in progress])
+    shown = _choose_score([m.score for progress in runs.values() for m in progress])
     curves: dict[str, list[tuple[float, float]]] = {}
     for name, progress in runs.items():
         for milestone in progress:
-            shown = {name: accuracy.get(milestone.score)}
-            shown[f"{name}, personal"] = milestone.score.personal_accuracy
-            for curve, value in shown.items():
+            values = {name: shown.get(milestone.score)}
+            values[f"{name}, personal"] = shown.scale(milestone.score.personal_value)
+            for curve, value in values.items():
                 if value is not None:
-                    point = (milestone.bytes / factor, 100 * value)
+                    point = (milestone.bytes / factor, value)
                     curves.setdefault(curve, []).append(point)
     if not curves:
         return []
     return [
         Lines(
-            "Accuracy of the largest net against communication",
+            f"{shown.title} of the largest net against communication",
             f"{unit} received and sent by all clients",
-            accuracy.label,
+            shown.label,
             curves,
             is_linear=True,
-            caption=_describe_bytes_to_reach(runs, accuracy),
+            caption=_describe_bytes_to_reach(runs, shown),
         )
     ]
 
 
-def _describe_bytes_to_reach(runs: Mapping[str, Sequence[Milestone]], accuracy: _Accuracy) -> str:
-    """The bytes that every run needed for an accuracy which all of them reach.
+def _describe_bytes_to_reach(runs: Mapping[str, Sequence[Milestone]], shown: _ShownScore) -> str:
+    """The bytes that every run needed for a value which all of them reach.
 
-    Earlier phases count with their bytes, but not with their accuracy: they train another model.
+    Earlier phases count with their bytes, but not with their values: they train another model.
     """
     last = {n: filter_last_phase(ms) for n, ms in runs.items() if ms}
-    best = [max(accuracy.get(m.score) or 0.0 for m in ms) for ms in last.values()]
-    spent = {name: count_bytes_to_reach(ms, min(best), accuracy.get) for name, ms in last.items()}
+    values = {
+        n: [v for m in ms if (v := shown.read(m.score)) is not None] for n, ms in last.items()
+    }
+    if not values or not all(values.values()):
+        return ""
+    metric = shown.metric
+    target = metric.choose_worst([metric.choose_best(known) for known in values.values()])
+    spent = {name: count_bytes_to_reach(ms, target, shown.read) for name, ms in last.items()}
     reached = {name: sent for name, sent in spent.items() if sent is not None}
     if not len(runs) == len(reached) > 1:
         return ""
-    return list_values(f"To reach {format_percent(min(best))}, as all do", reached, "B")
+    return list_values(f"To reach {metric.format(target)}, as all do", reached, "B")
 
 
-def plot_by_client(runs: Mapping[str, Sequence[ClientScore]]) -> Figure:
-    """The distribution of accuracy, MACs and sent parameters over clients (Split-Mix, Fig. 5)."""
+def plot_by_client(
+    runs: Mapping[str, Sequence[ClientScore]], metric: MetricInfo = CLASSIFICATION.metric
+) -> Figure:
+    """The distribution of the metric, MACs and sent parameters over clients (Split-Mix, Fig. 5)."""
+    factor, unit = (100, " (%)") if metric.is_fraction else (1, "")
     return Boxes(
         "Clients",
         {
-            "accuracy (%)": {
-                n: [100 * c.accuracy for c in clients if c.accuracy is not None]
+            f"{metric.name}{unit}": {
+                n: [factor * c.value for c in clients if c.value is not None]
                 for n, clients in runs.items()
             },
             "MACs, one example (M)": {n: [c.macs / 1e6 for c in cs] for n, cs in runs.items()},

@@ -49,6 +49,7 @@ def make_local_engine(
             folder=folder,
             timeouts=timeouts,
             devices=devices,
+            task=setup.task,
         )
 
     return make

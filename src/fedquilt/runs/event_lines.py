@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from fedquilt.evaluation.accuracy import SizeScore
-from fedquilt.evaluation.summary import get_main_accuracy
+from fedquilt.evaluation.summary import get_main_value
 from fedquilt.federation.client import client_label
 from fedquilt.formatting import format_percent
 from fedquilt.runs.events import (
@@ -24,7 +24,7 @@ from fedquilt.runs.events import (
 from fedquilt.runs.health import Finding
 
 SEPARATOR = " · "
-MAX_ACCURACIES = 58  # characters, so that a line fits into 80 columns
+MAX_VALUES = 58  # characters, so that a line fits into 80 columns
 
 
 class EventLines:
@@ -67,8 +67,7 @@ def describe_event(event: Event, num_rounds: int) -> str:
             replies = f"{event.num_clients} of {event.quorum} required replies"
             return _join_facts(f"round {event.round}/{num_rounds}", replies, "repeating the round")
         case Evaluated():
-            accuracies = f"accuracy {describe_accuracies(event.scores)}"
-            return _join_facts(f"round {event.round}/{num_rounds}", accuracies)
+            return _join_facts(f"round {event.round}/{num_rounds}", describe_values(event.scores))
         case ProblemFound(finding=finding):
             return _join_facts(f"round {event.round}/{num_rounds}", describe_finding(finding))
         case CheckpointDamaged():
@@ -94,16 +93,19 @@ def describe_finding(finding: Finding) -> str:
     return f"{'warning' if finding.is_severe else 'note'}: {finding.sentence}"
 
 
-def describe_accuracies(scores: Sequence[SizeScore]) -> str:
-    """The accuracy at each size; the range and the mean where these would make a long line."""
-    known = [(get_main_accuracy(score), score.width) for score in scores]
-    parts = [f"{format_percent(accuracy)} at {width:g}" for accuracy, width in known]
+def describe_values(scores: Sequence[SizeScore]) -> str:
+    """The metric at each size; the range and the mean where these would make a long line."""
+    if not scores:
+        return "nothing was measured"
+    metric = scores[0].metric
+    known = [(get_main_value(score), score.width) for score in scores]
+    parts = [f"{metric.format(value)} at {width:g}" for value, width in known]
     text = ", ".join(parts)
-    if len(text) <= MAX_ACCURACIES:
-        return text
-    values = [accuracy for accuracy, _ in known if accuracy is not None]
-    mean = format_percent(fmean(values)) if values else "-"
-    return f"{parts[0]} to {parts[-1]}, mean {mean} of {len(parts)} sizes"
+    if len(text) <= MAX_VALUES:
+        return f"{metric.name} {text}"
+    values = [value for value, _ in known if value is not None]
+    mean = metric.format(fmean(values) if values else None)
+    return f"{metric.name} {parts[0]} to {parts[-1]}, mean {mean} of {len(parts)} sizes"
 
 
 def _describe_round(event: RoundDone, num_rounds: int) -> str:

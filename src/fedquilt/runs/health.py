@@ -27,7 +27,7 @@ ODD_LOSS, ODD_DATA = 20.0, 100.0  # times the others' median: a loss, and statis
 SPREAD = 8.0  # times the others' own deviations
 OFTEN = 3  # failures of a client
 SHARE = 0.25  # of all answers that are missing, above which a run is ill
-ACCURACIES = ("accuracy", "user_accuracy", "personal_accuracy")  # one is enough
+VALUES = ("", "user_", "personal_")  # of accuracy; one is enough
 NAMED = 3  # clients in one sentence
 
 
@@ -171,7 +171,7 @@ def _find_chance_level(test: Record, num_classes: int | None) -> Iterable[Findin
     guess = 1 / num_classes
     widths = []
     for score in test["scores"]:
-        known = [score[kind] for kind in ACCURACIES if score[kind] is not None]
+        known = [v for kind in VALUES if (v := score.get(f"{kind}accuracy")) is not None]
         count = score["num_examples"]
         is_enough = bool(known) and count * guess >= 16 * (1 - guess)
         if is_enough and max(known) <= guess + 2 * math.sqrt(guess * (1 - guess) / count):

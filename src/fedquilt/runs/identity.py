@@ -19,6 +19,7 @@ from fedquilt.federation.client import Client
 from fedquilt.federation.privacy import Privacy
 from fedquilt.federation.state import Setup
 from fedquilt.files import hash_tensor
+from fedquilt.learning.task import CLASSIFICATION
 from fedquilt.methods.method import Method
 
 
@@ -35,6 +36,8 @@ def compute_fingerprint(setup: Setup, method: Method, privacy: Privacy | None = 
         identity["sampling"] = setup.sampling
     if privacy is not None:
         identity["privacy"] = describe_settings(privacy)
+    if setup.task is not CLASSIFICATION:
+        identity["task"] = setup.task.describe()
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedquilt.devices import CPU
@@ -295,13 +295,20 @@ class TrainingLoop:
                 for client, scale in accounting.scales.items()
             },
         )
-        self._record(replace(done, findings=self._find_problems([*self._history, asdict(done)])))
+        self._record(
+            replace(
+                done,
+                findings=self._find_problems(
+                    [*self._history, encode_event(done, self.setup.structure)]
+                ),
+            )
+        )
         self._report_problems(finished.round)
         return finished, scores
 
     def _find_problems(self, records: Sequence[Record]) -> tuple[Finding, ...]:
         """What the records show about the health of the run."""
-        classes = self.setup.structure.classes
+        classes = self.setup.structure.classes if self.setup.task.has_classes else None
         return find_problems(
             records, self.setup.structure.groups[classes].size if classes else None
         )

@@ -96,7 +96,7 @@ def resume_run(plan: RunPlan) -> PreparedRun:
 
 def _check(plan: RunPlan, *, resume: bool) -> None:
     setup = plan.setup
-    check_start(setup.model, setup.example, plan.population, setup.rounds)
+    check_start(setup.model, setup.example, plan.population, setup.rounds, setup.task)
     check_local_training(plan.method, setup.model, setup.rounds)
     if plan.directory is not None:
         plan.directory.check(resume=resume)

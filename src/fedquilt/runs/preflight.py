@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from fedquilt.data.population import Population
 from fedquilt.errors import ConfigError, DataError, FedquiltError, describe_unknown
 from fedquilt.formatting import format_count
+from fedquilt.learning.batch import Batch, as_batch, bind_batch
+from fedquilt.learning.losses import IGNORED, check_loss, classes_last
+from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
 from fedquilt.ranges import Count, check_value
 from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.supported import require_supported
-from fedquilt.structure.tensors import Example, to_arguments
+from fedquilt.structure.tensors import Example, find_tensors, map_tensors, to_arguments
 from fedquilt.training.initialization import find_given_value
 from fedquilt.training.optimizer_settings import StepwiseSettings
 from fedquilt.training.optimizers import make_optimizer
@@ -45,25 +48,62 @@ def find_method(method: Method | str) -> Method:
     return method
 
 
-def check_start(model: nn.Module, example: Example, population: Population, rounds: int) -> None:
+def check_start(
+    model: nn.Module,
+    example: Example,
+    population: Population,
+    rounds: int,
+    task: LearningTask = CLASSIFICATION,
+) -> None:
     """Refuses what no round could train, by running the model once on two of the first examples.
 
     Where the data are on other machines the model is run on the example.
     """
     check_value("rounds", rounds, Count)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"a model is an nn.Module, got {type(model).__name__}")
+    check_model(model)
     check_clients(population)
     require_supported(model)
     detach_computed(model)
     _check_trainable(model)
-    inputs, labels = _draw_first_batch(population)
-    if inputs is not None:
-        _check_inputs(inputs, example)
-    logits = _answer(model, to_arguments(example) if inputs is None else (inputs,))
-    if labels is not None:
-        _check_labels_fit(logits, labels)
-    _check_classes(logits, population)
+    batch = _draw_first_batch(model, population)
+    if batch is not None:
+        _check_inputs(to_arguments(batch[0]), to_arguments(example))
+    trial = copy.deepcopy(model).eval()
+    output = _answer(trial, to_arguments(example if batch is None else batch[0]))
+    if task.has_classes:
+        _check_logits(output, model)
+    if task.has_classes and batch is not None:
+        _check_labels_fit(output, batch[1])
+    if task.has_classes:
+        _check_classes(output, batch, population)
+    if batch is not None:
+        _check_task(task, trial, output, batch)
+
+
+def _check_task(task: LearningTask, trial: nn.Module, output: Any, batch: Batch) -> None:
+    """Refuses a loss or a metric that cannot be computed on a batch."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            if task.loss.needs_batch:
+                value = task.loss.of_batch(trial, batch)
+            else:
+                value = task.loss.of_output(output, batch[1])
+    except FedquiltError:
+        raise
+    except Exception as problem:  # of code that is not ours
+        raise ConfigError(
+            f"the loss '{task.loss.name}' cannot be computed on two of the clients' examples: "
+            f"outputs are {_describe_tensors(output)}, targets {_describe_tensors(batch[1])}: "
+            f"{type(problem).__name__}: {problem}"
+        ) from problem
+    check_loss(value, task.loss)
+    with torch.no_grad():
+        task.measure(map_tensors(Tensor.detach, output), batch[1])
+
+
+def _describe_tensors(value: Any) -> str:
+    words = (f"{tuple(x.shape)} {x.dtype}".replace("torch.", "") for x in find_tensors(value))
+    return ", ".join(words) or f"a {type(value).__name__}"
 
 
 def check_local_training(method: Method, model: nn.Module, rounds: int) -> None:
@@ -94,6 +134,12 @@ def _describe_failure(noun: str) -> Iterator[None]:
         ) from problem
 
 
+def check_model(model: nn.Module) -> None:
+    """Refuses what is no model."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a model is an nn.Module, got {type(model).__name__}")
+
+
 def check_clients(population: Population) -> None:
     """Refuses what is no population."""
     if not isinstance(population, Population):
@@ -112,18 +158,28 @@ def _check_trainable(model: nn.Module) -> None:
         )
 
 
-def _draw_first_batch(population: Population) -> tuple[Tensor | None, Tensor | None]:
+def _draw_first_batch(model: nn.Module, population: Population) -> Batch | None:
     """Two examples of the first client that has any here; one of them twice, if it has one."""
     for data in population.train.values():
         if len(data):
-            return data.batch(torch.arange(2) % len(data))
-    return None, None
+            return bind_batch(model, as_batch(data.batch(torch.arange(2) % len(data))))
+    return None
 
 
-def _check_inputs(inputs: Tensor, example: Example) -> None:
-    expected = to_arguments(example)[0]
-    if not isinstance(expected, Tensor):
-        raise ConfigError(f"the example is a tensor, or several, got {type(expected).__name__}")
+def _check_inputs(inputs: tuple[Any, ...], example: tuple[Any, ...]) -> None:
+    if not all(isinstance(x, Tensor) or x is None for x in example[:1]):
+        raise ConfigError(f"the example is a tensor, or several, got {type(example[0]).__name__}")
+    if len(inputs) != len(example):
+        raise DataError(
+            f"the example is like the clients' inputs: a model is called with {len(inputs)} of "
+            f"them, and the example has {len(example)}; give as many"
+        )
+    for own, expected in zip(inputs, example, strict=True):
+        if isinstance(own, Tensor) and isinstance(expected, Tensor):
+            _check_input(own, expected)
+
+
+def _check_input(inputs: Tensor, expected: Tensor) -> None:
     if inputs.shape[1:] != expected.shape[1:]:
         raise DataError(
             f"the example is like the clients' inputs, and its first axis is the batch: inputs "
@@ -139,30 +195,34 @@ def _check_inputs(inputs: Tensor, example: Example) -> None:
         )
 
 
-def _answer(model: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-    """The model's logits, refused if they are none or cannot be trained."""
-    trial, name = copy.deepcopy(model).eval(), type(model).__name__
+def _answer(trial: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """The model's output."""
+    name = type(trial).__name__
     shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in inputs if isinstance(x, Tensor))
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            answer = trial(*inputs)
+            return trial(*inputs)
     except Exception as problem:  # of code that is not ours
         raise ConfigError(
             f"{name} cannot be run on two of the clients' examples, {shapes}: "
             f"{type(problem).__name__}: {problem}"
         ) from problem
+
+
+def _check_logits(answer: Any, model: nn.Module) -> None:
+    """Refuses an output that is no logits of classes, or that cannot be trained."""
+    name = type(model).__name__
     if not isinstance(answer, Tensor):
         what, pick = _describe_data(answer)
         raise ConfigError(
             f"a model returns its logits as one tensor, {name} returns {what}; wrap it in a "
-            f"module whose forward returns {pick}"
+            f"module whose forward returns {pick}, or give a loss of your own"
         )
     if not answer.requires_grad:
         raise ConfigError(
             f"training needs logits that depend on the parameters, and those of {name} have no "
             "gradient; let its forward neither detach them nor run under no_grad"
         )
-    return answer
 
 
 def _describe_data(answer: object) -> tuple[str, str]:
@@ -175,8 +235,16 @@ def _describe_data(answer: object) -> tuple[str, str]:
     return f"a {type(answer).__name__}", "the logits"
 
 
-def _check_labels_fit(logits: Tensor, labels: Tensor) -> None:
-    if logits.shape[:-1] == labels.shape:
+def _check_labels_fit(logits: Tensor, labels: Any) -> None:
+    is_class = isinstance(labels, Tensor) and labels.dtype == torch.int64
+    if not is_class:
+        given = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise DataError(
+            f"cross entropy is of int64 class numbers, and the targets are {given}; turn one-hot "
+            "ones into class numbers with labels.argmax(1), or name another loss, such as "
+            "loss='mse'"
+        )
+    if classes_last(logits, labels).shape[:-1] == labels.shape:
         return
     is_one_hot = logits.shape == labels.shape
     raise DataError(
@@ -186,16 +254,18 @@ def _check_labels_fit(logits: Tensor, labels: Tensor) -> None:
     )
 
 
-def _check_classes(logits: Tensor, population: Population) -> None:
+def _check_classes(logits: Tensor, batch: Batch | None, population: Population) -> None:
     labels = {label for client in population.clients for label in client.labels}
     labels.update(*(data.label_set for data in population.test.values()))
+    labels.discard(IGNORED)
     lowest, highest = min(labels, default=0), max(labels, default=0)
     if lowest < 0:
         raise DataError(f"labels are class numbers from 0, got {lowest}; count them from 0")
-    if logits.shape[-1] <= highest:
+    num_classes = (logits if batch is None else classes_last(logits, batch[1])).shape[-1]
+    if num_classes <= highest:
         raise DataError(
             f"a model has an output for every class: labels go up to {highest}, so there are "
-            f"{highest + 1} classes, and the model has {format_count(logits.shape[-1], 'output')}; "
+            f"{highest + 1} classes, and the model has {format_count(num_classes, 'output')}; "
             "give it more"
         )
 

@@ -28,7 +28,8 @@ COLUMNS = "clients"
 def encode_event(event: RoundDone | Evaluated, structure: Structure) -> dict[str, Any]:
     """The record of an event, as JSON; without its time, which differs between equal runs."""
     if isinstance(event, Evaluated):
-        record = asdict(event)
+        record = asdict(replace(event, scores=()))
+        record["scores"] = [score.to_json() for score in event.scores]
     else:
         record = asdict(replace(event, clients=()))
         for name in DERIVED:

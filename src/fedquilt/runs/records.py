@@ -175,7 +175,7 @@ def read_final_scores(directory: RunDirectory, round: int) -> tuple[SizeScore, .
     """The scores of the model after its last round; none, if there is no record of them."""
     for record in read_records(directory):
         if record.get("is_final") and record["round"] == round:
-            return tuple(SizeScore(**score) for score in record["scores"])
+            return tuple(SizeScore.from_json(score) for score in record["scores"])
     return ()
 
 

@@ -16,6 +16,7 @@ from fedquilt.engines.client_state import read_client_state
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.evaluation.accuracy import SizeScore, evaluate, evaluate_by_client
 from fedquilt.evaluation.clients import ClientRecord, ClientScore, compute_client_scores
+from fedquilt.evaluation.summary import SCORES, name_score
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import SIZE_NAMES, Method
 from fedquilt.runs.customization import FinishedModel
@@ -163,7 +164,7 @@ class Run:
                 attack=attack,
                 batch_statistics=batch_statistics,
             )
-        if attack is not None and all(score.robust_accuracy is None for score in scores):
+        if attack is not None and all(score.robust_value is None for score in scores):
             raise TrainingError(
                 "no client's test data could be attacked; an attack needs images whose pixels are "
                 f"from {attack.low:g} to {attack.high:g}, or a PGD with their low and high"
@@ -171,14 +172,12 @@ class Run:
         return scores
 
     def by_client(self, population: Population, *, workers: int | None = None) -> list[ClientScore]:
-        """What each client trained and sent, and the largest net's accuracy on its own data."""
+        """What each client trained and sent, and the largest net's metric on its own data."""
         setup = replace(self.setup, clients=population.clients)
         with closing(make_local_engine(workers)(setup, population, self._clients_folder)) as engine:
             engine.restore(self._client_versions)
-            accuracy = evaluate_by_client(
-                setup, self.method, self.state, engine, population.testers
-            )
-        return compute_client_scores(setup, chain.from_iterable(self.read_clients()), accuracy)
+            values = evaluate_by_client(setup, self.method, self.state, engine, population.testers)
+        return compute_client_scores(setup, chain.from_iterable(self.read_clients()), values)
 
     def read_clients(self) -> tuple[tuple[ClientRecord, ...], ...]:
         """What clients received, returned and reported in each training round."""
@@ -223,13 +222,13 @@ class Run:
 
 
 def _describe_score(score: SizeScore) -> str:
-    """A score, without the name of its size, with the first of its accuracies that is known."""
+    """A score, without the name of its size, with the first of its values that is known."""
     dial = "" if score.robustness is None else f", robustness {score.robustness:g}"
     text = f"{score.width:g}{dial}: {score.params:,} parameters"
-    for name in ("accuracy", "user_accuracy", "local_accuracy", "personal_accuracy"):
+    for name in (*SCORES, "personal_value"):
         value = getattr(score, name)
         if value is not None:
-            return f"{text}, {name.replace('_', ' ')} {value:.1%}"
+            return f"{text}, {name_score(name, score.metric)} {score.metric.format(value)}"
     return text
 
 

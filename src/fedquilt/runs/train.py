@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,6 +14,8 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.privacy import Privacy
 from fedquilt.federation.privacy.settings import choose_sampling
 from fedquilt.federation.state import Sampling, Setup
+from fedquilt.learning.batch import bind_inputs
+from fedquilt.learning.task import make_task
 from fedquilt.methods.method import Method
 from fedquilt.ranges import Number, check_value
 from fedquilt.runs.directory import RunDirectory
@@ -20,7 +23,13 @@ from fedquilt.runs.engines import EngineFactory, make_local_engine
 from fedquilt.runs.events import Callback
 from fedquilt.runs.plan import RunPlan, resume_run, start_run
 from fedquilt.runs.policies import Cadence, FaultPolicy
-from fedquilt.runs.preflight import check_start, find_method, warn_of_lost_values
+from fedquilt.runs.preflight import (
+    check_clients,
+    check_model,
+    check_start,
+    find_method,
+    warn_of_lost_values,
+)
 from fedquilt.runs.run import Run
 from fedquilt.structure.create import trace_structure
 from fedquilt.structure.structure import Structure
@@ -35,6 +44,8 @@ def train(
     clients: Population,
     rounds: int,
     *,
+    loss: Any = None,
+    metrics: Any = None,
     seed: int = 0,
     workers: int | None = None,
     device: str = "cpu",
@@ -58,10 +69,16 @@ def train(
 
     Args:
         model: The supernet, with its initial values.
-        example: An input like the clients'; its first axis is the batch.
+        example: An input like the clients'; its first axis is the batch. Several inputs are a tuple
+            of the model's arguments, or a dict by their names.
         method: The method, or its name, such as ``"heterofl"``: that method with its defaults.
         clients: Who takes part, and their data, from ``make_clients``.
         rounds: The number of rounds of training.
+        loss: What clients minimize: a name such as ``"mse"``, a callable (output, target) that
+            returns the mean over the batch, or one of (model, batch); None: cross entropy.
+        metrics: What models are measured by, the first being *the* metric: names such as ``"r2"``,
+            functions decorated with ``fq.metric``, or metrics of torchmetrics; None: those usual
+            for the loss.
         seed: The seed of all random streams.
         workers: The number of processes that do the clients' work; None: one per core, 0: the work
             is done in this process. On accelerators it is the number of processes on each; None:
@@ -109,8 +126,12 @@ def train(
             "one of them"
         )
     make_engine = engine or make_local_engine(workers, device=device)  # a device may not be there
-    model, example = move_to_host(model), map_tensors(Tensor.cpu, example)
-    check_start(model, example, clients, rounds)  # before the model is traced
+    task = make_task(loss, metrics)
+    check_model(model)
+    model, example = move_to_host(model), map_tensors(Tensor.cpu, bind_inputs(model, example))
+    check_clients(clients)
+    clients = clients if task.has_classes else clients.without_labels()
+    check_start(model, example, clients, rounds, task)  # before the model is traced
     if not resume:
         warn_of_lost_values(model, method)
     model = copy.deepcopy(model)
@@ -127,6 +148,7 @@ def train(
             rounds,
             seed,
             choose_sampling(sampling, privacy),
+            task,
         ),
         method,
         clients,

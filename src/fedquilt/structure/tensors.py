@@ -62,8 +62,10 @@ def find_tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Nested) -> Nested:
+def map_tensors(function: Callable[[Tensor], Any], value: Nested) -> Nested:
     """The same value with every tensor replaced: in tuples, lists and dicts, however deep.
+
+    A tuple that has more to it than its items says itself what it is with others (``with_parts``).
 
     >>> map_tensors(torch.Tensor.neg, {"a": [torch.tensor(1), "b"]})
     {'a': [tensor(-1), 'b']}
@@ -75,6 +77,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Nested) -> Nested:
         return cast(Nested, changed if type(value) is dict else type(value)(changed))  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)):
         items = [map_tensors(function, item) for item in value]
+        if hasattr(value, "with_parts"):
+            return cast(Nested, value.with_parts(*items))
         return cast(
             Nested, type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         )

@@ -18,14 +18,15 @@ from fedquilt.data import ClientData
 from fedquilt.errors import ConfigError, TrainingError, describe_unknown
 from fedquilt.federation.client import Client, ClientResult, Task, Update, derive_seed
 from fedquilt.federation.validation import MetricSpec, ReplySpec, training_metrics
+from fedquilt.learning.batch import Batch
 from fedquilt.structure.groups import count_leading
 from fedquilt.structure.structure import Structure, map_followers
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.context import ClientContext
 from fedquilt.training.gating import Gates, gate_module
-from fedquilt.training.loop import Batch, iterate_batches, run_epochs, split_evenly
-from fedquilt.training.losses import cross_entropy
+from fedquilt.training.loop import iterate_batches, run_epochs, split_evenly
 from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import WeightOptimizer, make_optimizer, trainable_weights
 from fedquilt.training.relevance import compute_relevance
@@ -94,7 +95,9 @@ class Bilevel:
         memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer)
         memory.attach(optimizer, ((name, whole) for name in trainable_weights(module)))
         with gate_module(module, context.structure, self.groups) as gates:
-            local = _BilevelTrainer(self, module, context.structure, gates, shares, optimizer)
+            local = _BilevelTrainer(
+                self, module, context.structure, gates, shares, optimizer, context.client_loss()
+            )
             loss = local.train(data, validation, training, task.seed, context.report_progress)
             if not bool(torch.isfinite(shares).all()):
                 raise TrainingError("its shares are not finite any more; its training diverged")
@@ -123,10 +126,15 @@ class Bilevel:
         num_validation = max(min(2, count - 1), 1, round(self.validation * count))
         return order[:num_validation], order[num_validation:] if count > 1 else order
 
-    def penalty(self, data: ClientData, num_classes: int) -> float:
-        """λ: as given, or by how far the client's labels are from uniform (Sec. 4.1.4)."""
+    def penalty(self, data: ClientData, num_classes: int | None) -> float:
+        """λ: as given, or by how far the client's labels are from uniform (Sec. 4.1.4).
+
+        Targets without classes have no such divergence: it counts as zero.
+        """
         if self.strength is not None:
             return self.strength
+        if num_classes is None or data.labels is None:
+            return 0.5
         counts = np.bincount(np.asarray(data.labels).reshape(-1), minlength=num_classes)
         return label_divergence(counts) + 0.5
 
@@ -142,9 +150,11 @@ class _BilevelTrainer:
         gates: Gates,
         shares: Tensor,
         optimizer: WeightOptimizer,
+        loss: ClientLoss,
     ) -> None:
         self._settings, self._module, self._structure = settings, module, structure
         self._gates, self._shares, self._optimizer = gates, shares, optimizer
+        self._loss = loss
         self._norms = read_norm_scales(module, structure, settings.groups)
         self._relevance: Mapping[str, Tensor] | None = None
         if settings.importance == "slimming":
@@ -165,7 +175,8 @@ class _BilevelTrainer:
         noise = torch.Generator().manual_seed(derive_seed(seed, 1))
         classes = self._structure.classes
         num_classes = self._structure.groups[classes].size if classes else 1
-        strength = self._settings.penalty(data, num_classes)
+        has_classes = self._loss.loss.has_classes
+        strength = self._settings.penalty(data, num_classes if has_classes else None)
         loop = self._settings.local_training.loop
         validation_batches: Iterator[Tensor] | None = None
 
@@ -216,8 +227,8 @@ class _BilevelTrainer:
         """Line 13: A descends on L_val (Eqs. 5, 6, 9), the weights as they are."""
         shares = self._shares.clone().requires_grad_()
         self._draw_gates(shares, noise)
-        x, y = data.batch(rows)
-        loss = cross_entropy(self._module(x), y) + strength * (shares**2).sum()
+        loss = self._loss.of_batch(self._module, data.batch(rows))
+        loss = loss + strength * (shares**2).sum()
         (gradient,) = torch.autograd.grad(loss, [shares])
         self._shares -= self._settings.keep_lr * gradient
         self._shares.clamp_(self._settings.min_fraction, 1.0)
@@ -226,8 +237,7 @@ class _BilevelTrainer:
         """Line 14: w descends on L_train, through a subnet that is drawn."""
         with torch.no_grad():
             self._draw_gates(self._shares, noise)
-        x, y = batch
-        loss = cross_entropy(self._module(x), y)
+        loss = self._loss.of_batch(self._module, batch)
         self._optimizer.step(loss)
         return loss.detach()
 

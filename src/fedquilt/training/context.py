@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData, ConcatExamples
+from fedquilt.data.bound import bind_examples_to
 from fedquilt.devices import CPU, is_accelerator, release_cached_memory
 from fedquilt.federation.client import EVERYONE, PERSONAL, SERVER
+from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.cut import (
     Params,
     SubnetTensors,
@@ -29,6 +31,7 @@ from fedquilt.structure.layout import use_channels_last
 from fedquilt.structure.structure import TRACKED, Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import copy_to_device, named_tensors
+from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.device_data import ResidentData
 from fedquilt.training.tracking import without_running_stats
 
@@ -44,6 +47,7 @@ class ClientContext:
         data: Examples of each client of this worker, by split.
         device: Where modules and batches are. Data and model are given on the host; the copies on
             the device are made when they are first used.
+        task: What is learned: the loss and the metrics.
 
     >>> import torch, fedquilt as fq
     >>> inputs, labels = torch.rand(12, 4), torch.arange(12) % 3
@@ -63,8 +67,10 @@ class ClientContext:
         structure: Structure,
         data: Mapping[str, Mapping[int, ClientData]],
         device: torch.device = CPU,
+        task: LearningTask = CLASSIFICATION,
     ):
         self._host_model, self.structure, self.device = model, structure, device
+        self.task = task
         self._data = data
         self._shared = _Shared()
         self._joined: dict[str, ClientData] = {}  # everyone's, by split
@@ -87,6 +93,14 @@ class ClientContext:
         context._client_state = {} if client_state is None else client_state
         context._on_progress = on_progress
         return context
+
+    def client_loss(self, labels: tuple[int, ...] | None = None) -> ClientLoss:
+        """The loss of the task.
+
+        Args:
+            labels: The classes that it is over, if the task has classes; None: all.
+        """
+        return ClientLoss(self.task.loss, (labels or None) if self.task.has_classes else None)
 
     @property
     def model(self) -> nn.Module:
@@ -149,7 +163,8 @@ class ClientContext:
         return self._place(self._data[split][client], (split, client))
 
     def _place(self, data: ClientData, key: Hashable) -> ClientData:
-        """The data with batches on the device."""
+        """The data with inputs in the order of the model's arguments, and batches on the device."""
+        data = bind_examples_to(self._host_model, data)
         if not is_accelerator(self.device):
             return data
         if self._shared.resident is None:

@@ -95,7 +95,7 @@ class DeviceExamples:
         return self._resident.device
 
     @property
-    def labels(self) -> Tensor:
+    def labels(self) -> Tensor | None:
         """The label of every example, on the host."""
         return self._data.labels
 

@@ -1,34 +1,49 @@
-"""Count right answers on a client's test data; only the counts leave the client."""
+"""Measure models on a client's test data; only sums leave the client."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.devices import fork_generators, seed_generators
+from fedquilt.errors import TrainingError
 from fedquilt.federation.client import Client, ClientResult, Task, Update, derive_seed
-from fedquilt.federation.validation import EXAMPLES, MetricSpec, ReplySpec, count_spec, loss_spec
+from fedquilt.federation.validation import (
+    EXAMPLES,
+    LOSS,
+    MetricSpec,
+    ReplySpec,
+    count_spec,
+    loss_spec,
+)
+from fedquilt.learning.batch import Batch, mean_outputs
+from fedquilt.learning.losses import classes_last, label_mask
+from fedquilt.learning.metrics import count_hits
+from fedquilt.learning.task import CLASSIFICATION, LearningTask
+from fedquilt.structure.tensors import find_tensors, to_arguments
 from fedquilt.training.attack import PGD, frozen_model
 from fedquilt.training.context import ClientContext
 from fedquilt.training.dualnorm import has_dial, set_robustness
-from fedquilt.training.ensemble import mean_logits
-from fedquilt.training.loop import Batch, run_batches
-from fedquilt.training.losses import cross_entropy, label_mask
+from fedquilt.training.loop import run_batches
 from fedquilt.training.scaler import scale_outputs
 from fedquilt.training.statistics import calibrate
 from fedquilt.training.tracking import use_batch_statistics
 
+HITS = "hits"  # the number of right answers, by which accuracy is computed
+
 
 @dataclass(frozen=True)
 class Evaluate:
-    """The recipe: hits and loss of each ensemble of the task's subnets, at each robustness.
+    """The recipe: metrics and loss of each ensemble of the task's subnets, at each robustness.
 
-    An ensemble answers with the mean of its subnets' logits. Statistics that stay on the client,
+    An ensemble answers with the mean of its subnets' outputs. Statistics that stay on the client,
     and that it does not have for a subnet, are first taken from its training data.
 
     Where examples have a target at every position each of these counts: ``examples`` are targets
@@ -50,6 +65,7 @@ class Evaluate:
         scale: Whether to use HeteroFL's Scaler.
         batch_statistics: Whether every batch is normalized by itself, as papers score nets that
             keep no statistics.
+        metrics: The numbers that the client sums for the metrics of the learning task.
     """
 
     ensembles: tuple[tuple[int, ...], ...] | None = None
@@ -64,6 +80,7 @@ class Evaluate:
     attack: PGD | None = None
     scale: bool = False
     batch_statistics: bool = False
+    metrics: tuple[str, ...] = CLASSIFICATION.numbers
 
     def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Evaluates every point: all ensembles at the first robustness, then at the next."""
@@ -89,12 +106,17 @@ class Evaluate:
         self, modules: Sequence[nn.Module], task: Task, context: ClientContext
     ) -> Update:
         """Hits and losses of the modules, ready for use."""
+        learned = context.task
+        if self.metrics != learned.numbers:
+            raise TrainingError(
+                f"it measures {', '.join(learned.numbers) or 'the loss'}, and was asked for "
+                f"{', '.join(self.metrics) or 'the loss'}; give both sides the same metrics"
+            )
         examples = context.examples(self.split, task.client if self.of is None else self.of)
         rows = self._select_rows(len(examples))
-        counter = _PointCounter(self, modules, examples, task.seed)
-        run_batches(
-            examples, _split_in_order(rows, self._choose_batch_size(examples)), counter.count
-        )
+        counter = _PointCounter(self, modules, examples, task.seed, learned)
+        size = self._choose_batch_size(examples, learned)
+        run_batches(examples, _split_in_order(rows, size), counter.count)
         for module in modules:
             if has_dial(module):
                 set_robustness(module, 0.0)  # modules are used again
@@ -104,8 +126,15 @@ class Evaluate:
         """What the reply may be: counts of each point, and how many examples there were."""
         num_ensembles = len(self.ensembles or task.subnets)
         points = range(num_ensembles * max(1, len(self.robustness)))
-        kinds = ["hits"] + ["local"] * (self.labels is not None) + ["robust"] * bool(self.attack)
-        hits = {f"{kind}:{i}": count_spec(of=EXAMPLES) for kind in kinds for i in points}
+        counts = ["local"] * (self.labels is not None) + ["robust"] * bool(self.attack)
+        counts += [name for name in self.metrics if name == HITS]
+        hits = {f"{kind}:{i}": count_spec(of=EXAMPLES) for kind in counts for i in points}
+        sums = {
+            f"{name}:{i}": MetricSpec(-math.inf, may_diverge=True)
+            for name in self.metrics
+            if name != HITS
+            for i in points
+        }
         is_own = self.split == "test" and self.of is None
         max_examples = client.num_tests if is_own else None
         metrics: dict[str, MetricSpec] = {
@@ -113,6 +142,7 @@ class Evaluate:
             "sequences": replace(count_spec(of=EXAMPLES), is_required=False),
             **{f"loss:{i}": loss_spec() for i in points},
             **hits,
+            **sums,
         }
         return ReplySpec((), 0.0, metrics)
 
@@ -122,12 +152,29 @@ class Evaluate:
         every = torch.arange(count)
         return every.tensor_split(parts)[self.part] if self.part < parts else every[:0]
 
-    def _choose_batch_size(self, examples: ClientData) -> int:
+    def _choose_batch_size(self, examples: ClientData, learned: LearningTask) -> int:
         """Examples in a batch: logits of whole sequences over a large vocabulary fill memory."""
-        if len(examples) == 0:
+        if len(examples) == 0 or not learned.has_classes:
             return self.batch_size
         _, y = examples.batch(torch.zeros(1, dtype=torch.int64))
-        return max(1, self.batch_size // y.numel())
+        return max(1, self.batch_size // y.numel()) if y.ndim == 2 else self.batch_size
+
+
+def sum_numbers(
+    learned: LearningTask, replies: Iterable[Mapping[str, float]], point: int
+) -> dict[str, float]:
+    """What clients report of one point, summed, as ``LearningTask.compute`` takes it.
+
+    Args:
+        learned: The learning task.
+        replies: The metrics of each reply.
+        point: The number of the point.
+    """
+    replies = list(replies)  # a part of the data may be empty
+    sums = {EXAMPLES: sum(reply[EXAMPLES] for reply in replies)}
+    for name in (LOSS, *learned.numbers):
+        sums[name] = sum(reply.get(f"{name}:{point}", 0.0) for reply in replies)
+    return sums
 
 
 def _split_in_order(rows: Tensor, size: int) -> list[Tensor]:
@@ -139,12 +186,18 @@ def _split_in_order(rows: Tensor, size: int) -> list[Tensor]:
 
 
 class _PointCounter:
-    """Counts the hits of every ensemble at every robustness, batch after batch."""
+    """Sums what every ensemble achieves at every robustness, batch after batch."""
 
     def __init__(
-        self, settings: Evaluate, modules: Sequence[nn.Module], examples: ClientData, seed: int
+        self,
+        settings: Evaluate,
+        modules: Sequence[nn.Module],
+        examples: ClientData,
+        seed: int,
+        learned: LearningTask,
     ) -> None:
         self._modules, self._labels, self._seed = modules, settings.labels, seed
+        self._learned = learned
         self._ensembles = settings.ensembles or tuple((i,) for i in range(len(modules)))
         self._attack = settings.attack and settings.attack.for_examples(examples)
         self._generator = torch.Generator().manual_seed(seed)
@@ -157,8 +210,8 @@ class _PointCounter:
     def count(self, batch: Batch) -> None:
         """Adds what the modules answer on a batch."""
         _, y = batch
-        self.metrics["examples"] += y.numel()
-        if y.ndim > 1:
+        self.metrics["examples"] += self._learned.loss.count(y)
+        if self._learned.has_classes and y.ndim == 2:
             self._add("sequences", len(y))
         seed, first = derive_seed(self._seed, 2, self._num_batches), 0
         self._num_batches += 1
@@ -175,18 +228,32 @@ class _PointCounter:
     def _count_clean(self, batch: Batch, first: int, seed: int) -> None:
         """Every subnet answers once, however many ensembles it is part of."""
         x, y = batch
-        answers = []
+        answers, inputs = [], to_arguments(x)
         for module in self._modules:
-            seed_generators(seed, x.device)
-            answers.append(module(x))
+            seed_generators(seed, find_tensors(x)[0].device)
+            answers.append(module(*inputs))
         for point, ensemble in enumerate(self._ensembles, start=first):
-            logits = mean_logits(answers[i] for i in ensemble)
-            self._add(f"hits:{point}", (logits.argmax(-1) == y).sum())
-            self._add(f"loss:{point}", cross_entropy(logits, y) * y.numel())
+            output = mean_outputs(answers[i] for i in ensemble)
+            for name, value in self._learned.measure(output, y).items():
+                self._add(f"{name}:{point}", value)
+            loss = self._compute_loss(output, ensemble, batch, seed)
+            self._add(f"loss:{point}", loss * self._learned.loss.count(y))
             if self._labels is not None:  # zero probability for classes it does not have
+                logits = classes_last(output, y)
                 foreign = label_mask(self._labels, logits.shape[-1], logits.device)
                 own = logits.masked_fill(foreign, -torch.inf)
                 self._add(f"local:{point}", (own.argmax(-1) == y).sum())
+
+    def _compute_loss(
+        self, output: Any, ensemble: Sequence[int], batch: Batch, seed: int
+    ) -> Tensor:
+        """The loss of an ensemble's output, or of the ensemble where the loss wants the model."""
+        loss = self._learned.loss
+        if not loss.needs_batch:
+            return loss.of_output(output, batch[1])
+        seed_generators(seed, find_tensors(batch)[0].device)
+        chosen = [self._modules[i] for i in ensemble]
+        return loss.of_batch(chosen[0] if len(chosen) == 1 else _MeanModule(chosen), batch)
 
     def _count_attacked(self, batch: Batch, first: int, attack: PGD) -> None:
         """The attack sees the whole ensemble."""
@@ -195,12 +262,23 @@ class _PointCounter:
             chosen = [self._modules[i] for i in ensemble]
 
             def answer(x: Tensor, chosen: list[nn.Module] = chosen) -> Tensor:
-                return mean_logits(module(x) for module in chosen)
+                return mean_outputs(module(x) for module in chosen)  # type: ignore[no-any-return]
 
             with frozen_model(nn.ModuleList(chosen)):
                 worse = attack.perturb(answer, x, y, self._generator)
             with torch.inference_mode():
-                self._add(f"robust:{point}", (answer(worse).argmax(-1) == y).sum())
+                self._add(f"robust:{point}", count_hits(answer(worse), y))
 
-    def _add(self, name: str, value: Tensor | int) -> None:
+    def _add(self, name: str, value: Tensor | float) -> None:
         self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+
+
+class _MeanModule(nn.Module):
+    """Nets that answer as one."""
+
+    def __init__(self, nets: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList(nets)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return mean_outputs(net(*inputs, **named) for net in self.nets)

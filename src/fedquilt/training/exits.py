@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fedquilt.errors import StructureError
+from fedquilt.learning.batch import Batch, mean_outputs
+from fedquilt.learning.losses import CROSS_ENTROPY, Loss
 from fedquilt.structure.blocks.block import BY_MODULE, Block, group_by_stage
 from fedquilt.structure.blocks.code import (
     Unreadable,
@@ -32,10 +34,8 @@ from fedquilt.structure.blocks.code import (
 from fedquilt.structure.blocks.find import find_residual_blocks
 from fedquilt.structure.blocks.rewire import remove_child
 from fedquilt.structure.tensors import Example, make_training_inputs, named_tensors, to_arguments
-from fedquilt.training.ensemble import mean_logits
+from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.exit_heads import Shape, make_head
-from fedquilt.training.loop import Batch
-from fedquilt.training.losses import cross_entropy
 
 NUM_EXITS = 4  # where the net itself does not say how many stages it has
 
@@ -66,7 +66,7 @@ class MultiExit(nn.Module):
             self.heads[name](value) if name in self.heads else value
             for name, value in zip(self.exits, outputs, strict=True)
         ]
-        return tuple(every) if self.training else mean_logits(every)
+        return tuple(every) if self.training else mean_outputs(every)
 
     def drop_exit(self, name: str) -> None:
         """The last exit is gone, in place."""
@@ -290,27 +290,33 @@ class ExitLosses:
         self,
         module: nn.Module,
         batch: Batch,
-        labels: tuple[int, ...] | None,
+        loss: ClientLoss,
         generator: torch.Generator,
     ) -> Tensor:
-        """Σ_i CE(f_i(x), y) + distil · divergence."""
+        """Σ_i L(f_i(x), y) + distil · divergence."""
         x, y = batch
-        exits = module(x)
+        exits = module(*to_arguments(x))
         if self.only_last:
-            return cross_entropy(exits[-1], y, labels)
-        total = torch.stack([cross_entropy(logits, y, labels) for logits in exits]).sum()
-        return total + self.distil * mutual_divergence(exits) if self.distil else total
+            return loss(exits[-1], y)
+        total = torch.stack([loss(output, y) for output in exits]).sum()
+        if not self.distil:
+            return total
+        return total + self.distil * mutual_divergence(exits, loss.loss)
 
 
-def mutual_divergence(exits: Sequence[Tensor]) -> Tensor:
+def mutual_divergence(exits: Sequence[Tensor], loss: Loss = CROSS_ENTROPY) -> Tensor:
     """How far exits are from each other: Σ_i mean_{j≠i} KL(p_j ‖ p_i), 0 if there is one.
 
     p_i is what exit i says, with p_j as a teacher that learns nothing. Logits may have any number
-    of axes; classes are on the last.
+    of axes; classes are on the last. Where there are no classes, the divergence is the mean squared
+    difference.
 
     >>> mutual_divergence([torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 1.0]])])
     tensor(0.2311)
     """
+    if not loss.has_classes:
+        parts = [loss.distil(*pair) for pair in itertools.permutations(exits, 2)]
+        return torch.stack(parts).sum() / (len(exits) - 1) if parts else exits[0].new_zeros(())
     said = [logits.flatten(0, -2).log_softmax(-1) for logits in exits]
     pairs = [
         F.kl_div(student, teacher.detach(), reduction="batchmean", log_target=True)

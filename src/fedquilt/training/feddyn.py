@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from fedquilt.federation.client import Client, ClientResult, Task
 from fedquilt.federation.validation import ReplySpec, training_metrics
+from fedquilt.learning.batch import Batch
 from fedquilt.structure.cut import Params
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
+from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.context import ClientContext
 from fedquilt.training.local_sgd import LocalSGD
-from fedquilt.training.loop import Batch
 from fedquilt.training.objectives import Objective
 from fedquilt.training.optimizers import trainable_weights
 
@@ -77,11 +78,11 @@ class RegularizedObjective:
         self,
         module: nn.Module,
         batch: Batch,
-        labels: tuple[int, ...] | None,
+        loss: ClientLoss,
         generator: torch.Generator,
     ) -> Tensor:
         """The loss of one batch."""
-        total = self.plain.loss(module, batch, labels, generator)
+        total = self.plain.loss(module, batch, loss, generator)
         weights = trainable_weights(module)
         for name, start in self.start.items():
             away = weights[name] - start

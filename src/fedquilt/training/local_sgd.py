@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 
 from fedquilt.federation.client import Client, ClientResult, Task, Update
 from fedquilt.federation.validation import ReplySpec, training_metrics
-from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
 from fedquilt.training.loop import run_epochs
-from fedquilt.training.objectives import CrossEntropy, Objective, bind_examples
+from fedquilt.training.objectives import Objective, PlainLoss, bind_examples
 from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import trainable_weights
 from fedquilt.training.scaler import scale_outputs
@@ -63,7 +62,7 @@ class LocalSGD:
     scale: bool = False
     local_params: tuple[str, ...] = ()
     weight: float = 1.0
-    objective: Objective = field(default_factory=CrossEntropy)
+    objective: Objective = field(default_factory=PlainLoss)
     stacked: bool = False
 
     def run(self, task: Task, context: ClientContext) -> ClientResult:
@@ -79,7 +78,7 @@ class LocalSGD:
                 modules,
                 settings.optimizer_at(self.lr, len(examples)),
                 bind_examples(self.objective, examples),
-                self.labels if self.masked else None,
+                context.client_loss(self.labels if self.masked else None),
                 stacked=self.stacked and not settings.keep_optimizer,
             )
             memory = OptimizerMemory(context, is_kept=settings.keep_optimizer)
@@ -90,7 +89,7 @@ class LocalSGD:
                 examples, trainer.step, settings.loop, task.seed, context.report_progress
             )
             trainer.finish()
-        own = [self._find_own_rows(context.structure, rows) for rows in seen] or [{}] * len(modules)
+        own = [self._find_own_rows(context, rows) for rows in seen] or [{}] * len(modules)
         sent = tuple(map(self._select_sent, task.subnets, own))
         update = Update(
             task.client,
@@ -107,10 +106,12 @@ class LocalSGD:
         least = getattr(self.objective, "least", -math.inf)
         return ReplySpec(task.subnets, self.weight, training_metrics(client.num_examples, least))
 
-    def _find_own_rows(self, structure: Structure, seen: Seen) -> dict[str, set[int]]:
+    def _find_own_rows(self, context: ClientContext, seen: Seen) -> dict[str, set[int]]:
         """The classes that the client has and the tokens that it has read, by their groups."""
+        structure = context.structure
         own = map_tokens_to_groups(structure, seen)
-        if structure.classes and structure.classes in structure.groups:
+        is_class = context.task.has_classes and bool(self.labels)
+        if is_class and structure.classes is not None and structure.classes in structure.groups:
             own.setdefault(structure.classes, set()).update(self.labels)
         return own
 

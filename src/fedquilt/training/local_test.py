@@ -83,7 +83,12 @@ def _count_right(
     tested = tuple(subnet for subnet, _ in nets)
     local = frozenset[str]().union(*(context.structure.match_names(s.excluded) for s in tested))
     context = context.for_client({n: t for n, t in state.items() if n.partition("@")[0] in local})
-    recipe = Evaluate((tuple(range(len(nets))),), local_params=tuple(sorted(local)), scale=scale)
+    recipe = Evaluate(
+        (tuple(range(len(nets))),),
+        local_params=tuple(sorted(local)),
+        scale=scale,
+        metrics=context.task.numbers,
+    )
     task = replace(
         task, subnets=tested, params=SubnetTensors(*zip(*nets, strict=True)), recipe=recipe
     )

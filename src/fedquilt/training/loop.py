@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fedquilt.data import ClientData
 from fedquilt.devices import seed_generators
+from fedquilt.learning.batch import Batch, as_batch
 from fedquilt.training.device_data import get_device
 from fedquilt.training.settings import LoopSettings, Precision
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets
 Step = Callable[[Batch, torch.Generator], Tensor]  # trains on a batch; returns its mean loss
 
 
@@ -60,7 +60,7 @@ def run_epochs(
         for drawn in iterate_batches(count, settings.batch_size, generator):
             if before_batch is not None:
                 before_batch(generator)
-            batch = examples.batch(drawn if rows is None else rows[drawn], generator)
+            batch = as_batch(examples.batch(drawn if rows is None else rows[drawn], generator))
             with autocast(get_device(examples), settings.precision):
                 total += step(batch, generator) * len(drawn)
             done += len(drawn)
@@ -101,7 +101,7 @@ def run_batches(
     """
     with torch.no_grad():
         for rows in batches:
-            step(examples.batch(rows))
+            step(as_batch(examples.batch(rows)))
 
 
 def split_evenly(rows: Tensor, size: int) -> tuple[Tensor, ...]:

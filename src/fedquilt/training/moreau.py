@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from fedquilt.federation.client import PERSONAL, Client, ClientResult, Task, Update
 from fedquilt.federation.validation import ReplySpec, training_metrics
+from fedquilt.learning.batch import Batch
 from fedquilt.structure.subnet import Subnet
+from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.context import ClientContext
-from fedquilt.training.loop import Batch, run_epochs
-from fedquilt.training.losses import cross_entropy
+from fedquilt.training.loop import run_epochs
 from fedquilt.training.optimizer_settings import SGDSettings
 from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import make_optimizer, trainable_weights
@@ -54,7 +55,7 @@ class Moreau:
         (subnet,) = task.subnets
         examples = context.examples("train", task.client)
         module = context.module(subnet, task.params).train()
-        near = _MoreauStep(module, self, len(examples))
+        near = _MoreauStep(module, self, len(examples), context.client_loss())
         memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer)
         memory.attach(near.optimizer, ((name, subnet) for name in near.sent))
         loop = self.local_training.loop
@@ -79,8 +80,10 @@ def personal_subnet(subnet: Subnet) -> Subnet:
 class _MoreauStep:
     """A client's two models: w, and in a module θ near it."""
 
-    def __init__(self, module: nn.Module, settings: Moreau, num_examples: int) -> None:
-        self._module, self._settings = module, settings
+    def __init__(
+        self, module: nn.Module, settings: Moreau, num_examples: int, loss: ClientLoss
+    ) -> None:
+        self._module, self._settings, self._loss = module, settings, loss
         weights = trainable_weights(module)
         self._weights: list[Tensor] = list(weights.values())
         self.sent = {n: w.detach().clone().requires_grad_() for n, w in weights.items()}
@@ -90,10 +93,9 @@ class _MoreauStep:
 
     def step(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """K steps of θ, and one of w; the loss before the last step of θ."""
-        x, y = batch
         attraction = self._settings.attraction
         for _ in range(self._settings.steps):
-            loss = cross_entropy(self._module(x), y)
+            loss = self._loss.of_batch(self._module, batch)
             slopes = self._inner.compute_gradients(loss)
             pairs = zip(slopes, self._distance(attraction), strict=True)
             self._inner.apply_gradients(

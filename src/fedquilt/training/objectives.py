@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.errors import ConfigError
+from fedquilt.learning.batch import Batch
 from fedquilt.training.attack import PGD, frozen_model
+from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.dualnorm import at_robustness, on_path
-from fedquilt.training.loop import Batch
-from fedquilt.training.losses import cross_entropy
 
 
 class Objective(Protocol):
@@ -29,7 +29,7 @@ class Objective(Protocol):
         self,
         module: nn.Module,
         batch: Batch,
-        labels: tuple[int, ...] | None,
+        loss: ClientLoss,
         generator: torch.Generator,
     ) -> Tensor:
         """The loss to minimize; the module's modes and dials are afterwards as before.
@@ -37,28 +37,27 @@ class Objective(Protocol):
         Args:
             module: The net that is trained.
             batch: Inputs and targets.
-            labels: The classes that the loss is over, as in ``cross_entropy``; None: all.
+            loss: The task's loss, over the client's classes if it is masked.
             generator: For what the objective draws.
         """
         ...
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
-    """Cross entropy on the examples as they are."""
+class PlainLoss:
+    """The task's loss on the examples as they are."""
 
-    least = 0.0  # that the loss can be
+    least = 0.0  # that it can be, if the task says no less
 
     def loss(
         self,
         module: nn.Module,
         batch: Batch,
-        labels: tuple[int, ...] | None,
+        loss: ClientLoss,
         generator: torch.Generator,
     ) -> Tensor:
-        """The cross entropy of one batch."""
-        x, y = batch
-        return cross_entropy(module(x), y, labels)
+        """The loss of one batch."""
+        return loss.of_batch(module, batch)
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,11 @@ class Adversarial:
         self,
         module: nn.Module,
         batch: Batch,
-        labels: tuple[int, ...] | None,
+        loss: ClientLoss,
         generator: torch.Generator,
     ) -> Tensor:
         """The loss of Eq. 1 on one batch."""
-        return _adversarial_loss(self, 0.0, module, batch, labels, generator)
+        return _adversarial_loss(self, 0.0, module, batch, loss, generator)
 
 
 def _adversarial_loss(
@@ -98,7 +97,7 @@ def _adversarial_loss(
     clean_path: float | None,
     module: nn.Module,
     batch: Batch,
-    labels: tuple[int, ...] | None,
+    loss: ClientLoss,
     generator: torch.Generator,
 ) -> Tensor:
     """Eq. 1, the lines of Algorithm 4 in their order."""
@@ -106,12 +105,12 @@ def _adversarial_loss(
     terms: list[Tensor] = []
     if setting.share < 1:
         with on_path(module, clean_path):
-            terms.append((1 - setting.share) * cross_entropy(module(x), y, labels))
+            terms.append((1 - setting.share) * loss(module(x), y))
     if setting.share > 0:
         with on_path(module, 1.0):
             with frozen_model(module):
                 near = setting.attack.perturb(module, x, y, generator)
-            terms.append(setting.share * cross_entropy(module(near), y, labels))
+            terms.append(setting.share * loss(module(near), y))
     return sum(terms[1:], terms[0])
 
 
@@ -140,14 +139,14 @@ class OnceForAll:
         self,
         module: nn.Module,
         batch: Batch,
-        labels: tuple[int, ...] | None,
+        loss: ClientLoss,
         generator: torch.Generator,
     ) -> Tensor:
         """The loss of Eq. 1 at a trade-off drawn for this batch."""
         drawn = torch.randint(len(self.shares), (), generator=generator, device=generator.device)
         setting = Adversarial(self.attack, self.shares[int(drawn)])
         with at_robustness(module, setting.share):
-            return _adversarial_loss(setting, None, module, batch, labels, generator)
+            return _adversarial_loss(setting, None, module, batch, loss, generator)
 
 
 def bind_examples(objective: Objective, examples: ClientData) -> Objective:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedquilt.federation.client import Client, ClientResult, Task, Update, derive_seed
 from fedquilt.federation.validation import ReplySpec, training_metrics
+from fedquilt.learning.batch import Batch
+from fedquilt.structure.tensors import to_arguments
+from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.context import ClientContext
-from fedquilt.training.loop import Batch
-from fedquilt.training.losses import cross_entropy
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.slimmable import train_nested
 
@@ -41,10 +41,11 @@ class OrderedDropout:
         """Trains the widths that are drawn."""
         draws = torch.Generator().manual_seed(derive_seed(task.seed, 1))  # leaves the batches as is
         trained: set[int] = set()
+        loss = context.client_loss()
 
         def losses(nets: list[nn.Module], batch: Batch) -> list[Tensor | None]:
             drawn = int(torch.randint(len(nets), (), generator=draws))
-            by_width = self._losses(nets, drawn, batch)
+            by_width = self._losses(nets, drawn, batch, loss)
             trained.update(by_width)
             return [by_width.get(number) for number in range(len(nets))]
 
@@ -60,23 +61,14 @@ class OrderedDropout:
         """What the reply may be."""
         return ReplySpec(task.subnets, self.weight, training_metrics(client.num_examples))
 
-    def _losses(self, nets: list[nn.Module], drawn: int, batch: Batch) -> dict[int, Tensor]:
+    def _losses(
+        self, nets: list[nn.Module], drawn: int, batch: Batch, loss: ClientLoss
+    ) -> dict[int, Tensor]:
         """The loss of each width that this batch trains."""
-        x, y = batch
         if not self.distil or drawn == 0:
-            return {drawn: cross_entropy(nets[drawn](x), y)}
-        answers = nets[0](x)
-        return {0: cross_entropy(answers, y), drawn: distillation_loss(nets[drawn](x), answers)}
-
-
-def distillation_loss(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Cross entropy against a teacher's answers, from which the teacher learns nothing.
-
-    Up to a constant, the divergence KL(softmax(teacher) ‖ softmax(logits)). Logits may have any
-    number of axes; classes are on the last.
-
-    >>> distillation_loss(torch.zeros(1, 2), torch.tensor([[50.0, -50.0]]))  # ln 2: as from a label
-    tensor(0.6931)
-    """
-    answers = teacher.detach().softmax(-1)
-    return F.cross_entropy(logits.flatten(0, -2), answers.flatten(0, -2))
+            return {drawn: loss.of_batch(nets[drawn], batch)}
+        x, y = batch
+        inputs = to_arguments(x)
+        answers = nets[0](*inputs)
+        imitated = loss.loss.distil(nets[drawn](*inputs), answers)
+        return {0: loss(answers, y), drawn: imitated}

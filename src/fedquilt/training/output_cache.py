@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedquilt.structure.tensors import named_tensors
+from fedquilt.structure.tensors import map_tensors, named_tensors
 
 
 @torch.no_grad()
-def changes_inputs(module: nn.Module, inputs: Tensor) -> bool:
+def changes_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> bool:
     """Whether a module changes its inputs in place."""
-    trial = inputs.clone()
-    before = _version(trial)
-    module(trial)
-    return _version(trial) > before
+    trial = map_tensors(Tensor.clone, inputs)
+    before = [_version(x) for x in trial]
+    module(*trial)
+    return [_version(x) for x in trial] != before
 
 
 class OutputCache:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedquilt.federation.client import Client, ClientResult, Task, Update, derive_seed
 from fedquilt.federation.validation import ReplySpec, training_metrics
+from fedquilt.learning.batch import Batch
 from fedquilt.structure.cut import Params, copy_subnet_tensors
 from fedquilt.structure.derive import restrict_structure
 from fedquilt.structure.resizable import ResizableModule
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.tensors import to_arguments
+from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.context import ClientContext
-from fedquilt.training.loop import Batch, run_epochs
-from fedquilt.training.losses import cross_entropy
+from fedquilt.training.loop import run_epochs
 from fedquilt.training.optimizer_settings import OptimizerSettings
 from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import make_optimizer
-from fedquilt.training.ordered import distillation_loss
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.slimmable import add_at, compute_gradients
 from fedquilt.training.tracking import without_running_stats
@@ -60,7 +62,7 @@ class Sandwich:
         own = copy_subnet_tensors(task.params, structure, Subnet())
         examples, loop = context.examples("train", task.client), self.local_training.loop
         settings = self.local_training.optimizer_at(self.lr, len(examples))
-        net = _SandwichStep(model, structure, own, settings)
+        net = _SandwichStep(model, structure, own, settings, context.client_loss())
         memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer)
         memory.attach(net.optimizer, ((name, Subnet()) for name in net.moved))
         draws = torch.Generator().manual_seed(derive_seed(task.seed, 1))  # leaves the batches as is
@@ -94,8 +96,14 @@ class _SandwichStep:
     """A net that learns at several widths of itself."""
 
     def __init__(
-        self, model: nn.Module, structure: Structure, own: Params, settings: OptimizerSettings
+        self,
+        model: nn.Module,
+        structure: Structure,
+        own: Params,
+        settings: OptimizerSettings,
+        loss: ClientLoss,
     ) -> None:
+        self._loss = loss
         self._net = ResizableModule(model, structure, own)
         self._net.module.train()
         self._own = own
@@ -108,13 +116,13 @@ class _SandwichStep:
         x, y = batch
         self._net.resize_to(Subnet())
         with torch.enable_grad():
-            answers = self._compute_logits(x)
-            loss = cross_entropy(answers, y)
+            answers = self._compute_output(x)
+            loss = self._loss(answers, y)
         sums = compute_gradients(loss, self._current_weights())
         for subnet in narrower:
             self._net.resize_to(subnet)
             with torch.enable_grad():
-                imitated = distillation_loss(self._compute_logits(x), answers)
+                imitated = self._loss.loss.distil(self._compute_output(x), answers)
             for name, gradient in compute_gradients(imitated, self._current_weights()).items():
                 if gradient is not None:
                     where = self._net.index_of(name)
@@ -126,6 +134,5 @@ class _SandwichStep:
         """The weights of the module as it is now."""
         return {n: w for n, w in self._net.module.named_parameters() if w.requires_grad}
 
-    def _compute_logits(self, x: Tensor) -> Tensor:
-        answers: Tensor = self._net.module(*self._net.arrange_inputs(x))
-        return answers
+    def _compute_output(self, x: Any) -> Any:
+        return self._net.module(*self._net.arrange_inputs(*to_arguments(x)))

@@ -4,7 +4,7 @@ Luo, Chen, Li, Feng. "Architecture Personalization in Resource-constrained Feder
 Algorithm 1, lines 13-22.
 
 Symbols of the paper -> names here: θ_k -> a subnet of leading channels, B_k -> budget,
-C(θ) -> price, R -> ratio, A^j -> the hits that are lost by shrinking group j.
+C(θ) -> price, R -> ratio, A^j -> what the metric loses by shrinking group j.
 
 What makes it quick, and what that costs, is measured in benchmarks/search.py.
 """
@@ -12,16 +12,22 @@ What makes it quick, and what that costs, is measured in benchmarks/search.py.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedquilt.errors import BudgetError
 from fedquilt.federation.client import Client, ClientResult, Task, Update
 from fedquilt.federation.validation import MetricSpec, ReplySpec
+from fedquilt.learning.batch import Batch, as_batch
+from fedquilt.learning.losses import count_labels
+from fedquilt.learning.metrics import count_hits
+from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cost import CostTable
 from fedquilt.structure.cut import Params
@@ -30,8 +36,9 @@ from fedquilt.structure.groups import count_leading
 from fedquilt.structure.resizable import ResizableModule
 from fedquilt.structure.structure import Structure, map_followers
 from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.tensors import map_tensors, to_arguments
 from fedquilt.training.context import ClientContext
-from fedquilt.training.loop import Batch, split_evenly
+from fedquilt.training.loop import split_evenly
 from fedquilt.training.output_cache import CachedOutput, OutputCache, changes_inputs
 from fedquilt.training.tracking import without_running_stats
 
@@ -52,10 +59,11 @@ class Search:
         smallest: The least part of a group that is kept: the narrowest that the warm-up trains.
         whole: Width groups that are not cut.
         local_params: Patterns of tensors that stay on the client.
-        examples: At most this number of training examples measures accuracy; None: all.
+        examples: At most this number of training examples measures the metric; None: all.
         batch_size: Examples in a batch.
         lazy: Whether groups that lost much are not measured again at every step.
         again: With ``lazy``, how many groups are measured again at every step, the oldest first.
+        metric: The name of the metric, under which it is reported.
     """
 
     budget: Budget
@@ -67,11 +75,12 @@ class Search:
     batch_size: int = 128
     lazy: bool = True
     again: int = 2  # groups that are asked again at every step, those of longest ago
+    metric: str = "accuracy"
 
     def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Searches; the task's params are the trained supernet's."""
         batches = self._batches(task, context)
-        example = batches[0][0][:1]
+        example = map_tensors(lambda x: x[:1], batches[0][0])
         prices = CostTable(
             context.model, context.structure, example, local_params=self.local_params
         )
@@ -83,9 +92,10 @@ class Search:
             Limits.of(self, prices, context.structure),
             self,
             context.report_progress,
+            context.task,
         )
         metrics = {
-            "accuracy": result.hits / result.num_examples,
+            self.metric: result.value,
             "steps": float(result.num_steps),
             "evaluations": result.num_evaluations,
         }
@@ -95,7 +105,9 @@ class Search:
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be: any part of the net; the method knows the client's budget."""
         metrics = {
-            "accuracy": MetricSpec(high=1.0),
+            self.metric: MetricSpec(high=1.0)
+            if self.metric == "accuracy"
+            else MetricSpec(-math.inf, may_diverge=True),
             "steps": MetricSpec(is_count=True),
             "evaluations": MetricSpec(),
         }
@@ -106,7 +118,9 @@ class Search:
         data = context.examples("train", task.client)
         generator = torch.Generator().manual_seed(task.seed)
         rows = torch.randperm(len(data), generator=generator)[: self.examples]
-        return [data.batch(part) for part in split_evenly(rows.sort().values, self.batch_size)]
+        return [
+            as_batch(data.batch(part)) for part in split_evenly(rows.sort().values, self.batch_size)
+        ]
 
     def smallest_subnet(self, structure: Structure) -> Subnet:
         """The narrowest net that a search can end with."""
@@ -194,7 +208,8 @@ class SearchResult:
     """What a search has found, and what it took."""
 
     subnet: Subnet
-    hits: int
+    score: float  # right answers, or another metric so that higher is better
+    value: float  # of the metric
     num_examples: int
     num_steps: int
     num_evaluations: float  # of whole nets on all examples
@@ -208,6 +223,7 @@ def search_subnet(
     limits: Limits,
     search: Search,
     on_progress: Callable[[float], None] = lambda done: None,
+    learned: LearningTask = CLASSIFICATION,
 ) -> SearchResult:
     """Algorithm 1, lines 14-21: the layer that loses least is shrunk, until the budget is met.
 
@@ -219,16 +235,16 @@ def search_subnet(
     the rule and not a law, so those that were asked longest ago are asked again at every step too.
     Without it every group is asked at every step, as in the paper.
     """
-    net = _Probe(model, structure, params, batches)
+    net = _Probe(model, structure, params, batches, learned)
     floors = {
         g: structure.kept_count(search.smallest_subnet(structure), g)
         for g in search.shrinkable_groups(structure)
     }
     now, steps = Subnet(), 0
-    hits = net.count_hits(now)
+    score = net.measure(now)
     net.mark_best()
     net.accept_best()
-    losses: dict[str, int] = {}  # A^j, when it was last asked
+    losses: dict[str, float] = {}  # A^j, when it was last asked
     while not limits.are_met(now):
         narrower = {
             group: shrink_group(structure, now, group, search.ratio, floors[group])
@@ -242,16 +258,17 @@ def search_subnet(
             may_be_best = group not in losses or (losses[group], costs[group]) < best[:2]
             if search.lazy and not may_be_best and group not in longest_ago:
                 continue
-            hits_there = net.count_hits(narrower[group], no_worse_than=hits - best[0])
+            score_there = net.measure(narrower[group], no_worse_than=score - best[0])
             losses.pop(group, None)  # so that they are in the order in which they were asked
-            losses[group] = hits - hits_there
+            losses[group] = score - score_there
             if (losses[group], costs[group], group) < best:
                 best = (losses[group], costs[group], group)
                 net.mark_best()
         net.accept_best()
-        now, hits, steps = narrower[best[2]], hits - int(best[0]), steps + 1
+        now, score, steps = narrower[best[2]], score - best[0], steps + 1
         on_progress(limits.progress(now))
-    return SearchResult(now, hits, net.num_examples, steps, net.num_evaluations)
+    value = net.compute_value(score)
+    return SearchResult(now, score, value, net.num_examples, steps, net.num_evaluations)
 
 
 def shrink_group(
@@ -264,42 +281,82 @@ def shrink_group(
 
 
 class _Probe:
-    """Counts the hits of subnets, and computes again only what another shape changes.
+    """Measures subnets, and computes again only what another shape changes.
 
     Outputs of units, such as blocks, of the accepted subnet are cached for every batch. A net that
     differs in one group is computed from the first unit on that has tensors of the group.
     """
 
     def __init__(
-        self, model: nn.Module, structure: Structure, params: Params, batches: Batches
+        self,
+        model: nn.Module,
+        structure: Structure,
+        params: Params,
+        batches: Batches,
+        learned: LearningTask,
     ) -> None:
+        self._learned = learned
         model = without_running_stats(model)
         self._structure = restrict_structure(structure, model)
         self._net = ResizableModule(model, self._structure, params)
         self._net.module.eval()
-        self._batches = [(*self._net.arrange_inputs(x), y) for x, y in batches]
+        self._batches = [(self._net.arrange_inputs(*to_arguments(x)), y) for x, y in batches]
         self._needs_copies = changes_inputs(self._net.module, self._batches[0][0])
         self._cache = OutputCache(self._net.module)
         self._following = map_followers(self._structure)
         self._accepted = Subnet()
         self._best = Subnet(), dict[tuple[str, int], CachedOutput]()
-        self.num_examples = sum(y.numel() for _, y in batches)
+        self.num_examples = sum(learned.loss.count(y) for _, y in batches)
         self.num_evaluations = 0.0
 
     @torch.no_grad()
-    def count_hits(self, subnet: Subnet, *, no_worse_than: float = -math.inf) -> int:
-        """Right answers of a subnet, or an upper bound of them that is below ``no_worse_than``."""
+    def measure(self, subnet: Subnet, *, no_worse_than: float = -math.inf) -> float:
+        """How good a subnet is: higher is better.
+
+        Where the metric is accuracy, right answers, or an upper bound of them that is below
+        ``no_worse_than``.
+        """
         groups = self._accepted.differing_groups(subnet)
         self._cache.stale = {name for g in groups for name in self._following[g]}
         self._cache.learned = {}
         self._net.resize_to(subnet)
+        return self._count_hits(no_worse_than) if self._learned.counts_hits else self._score()
+
+    def compute_value(self, score: float) -> float:
+        """The metric of a score that ``measure`` returned."""
+        if self._learned.counts_hits:
+            return score / self.num_examples
+        return score if self._learned.metric.higher_is_better else -score
+
+    def _score(self) -> float:
+        """The metric on all batches, with its sign changed where lower is better."""
+        numbers: Counter[str] = Counter()
+        for number, (_, y) in enumerate(self._batches):
+            output = self._answer(number)
+            count = self._learned.loss.count(y)
+            numbers.update(self._learned.measure(output, y))
+            loss = float(self._learned.loss.of_output(output, y))
+            numbers.update({"examples": count, "loss": loss * count})
+        self.num_evaluations += 1
+        value = self._learned.compute(numbers)[self._learned.metric.name]
+        if value is None:
+            return -math.inf
+        return value if self._learned.metric.higher_is_better else -value
+
+    def _answer(self, number: int) -> Any:
+        """What the net answers on a batch."""
+        self._cache.batch = number
+        inputs, _ = self._batches[number]
+        return self._net.module(
+            *map_tensors(Tensor.clone, inputs) if self._needs_copies else inputs
+        )
+
+    def _count_hits(self, no_worse_than: float) -> int:
         bound = self.num_examples  # hits, if the batches still to come are all right
-        for number, (x, y) in enumerate(self._batches):
-            self._cache.batch = number
-            answers = self._net.module(x.clone() if self._needs_copies else x)
-            right = int((answers.argmax(-1) == y).sum())
-            bound -= y.numel() - right
-            self.num_evaluations += y.numel() / self.num_examples
+        for number, (_, y) in enumerate(self._batches):
+            count = count_labels(y)
+            bound -= count - int(count_hits(self._answer(number), y))
+            self.num_evaluations += count / self.num_examples
             if bound < no_worse_than:
                 break
         return bound

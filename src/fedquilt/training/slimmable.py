@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from fedquilt.federation.client import Client, ClientResult, Task, Update
 from fedquilt.federation.validation import ReplySpec, training_metrics
+from fedquilt.learning.batch import Batch
 from fedquilt.structure.cut import Index, global_name, index_cells_within, view_cells, write_cells
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
-from fedquilt.training.loop import Batch, run_epochs
-from fedquilt.training.losses import cross_entropy
+from fedquilt.training.loop import run_epochs
 from fedquilt.training.optimizer_settings import OptimizerSettings
 from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import make_optimizer
@@ -52,7 +52,7 @@ class Slimmable:
         """Trains all widths."""
 
         def losses(modules: list[nn.Module], batch: Batch) -> list[Tensor]:
-            return [self._loss(module, batch, context.structure) for module in modules]
+            return [self._loss(module, batch, context) for module in modules]
 
         modules, metrics, state = train_nested(task, context, self.local_training, self.lr, losses)
         tensors = tuple(map(context.tensors, modules, task.subnets, task.subnets))
@@ -63,10 +63,10 @@ class Slimmable:
         """What the reply may be."""
         return ReplySpec(task.subnets, self.weight, training_metrics(client.num_examples))
 
-    def _loss(self, module: nn.Module, batch: Batch, structure: Structure) -> Tensor:
-        x, y = batch
-        with scale_outputs(module, structure) if self.scale else nullcontext():
-            return cross_entropy(module(x), y, self.labels if self.masked else None)
+    def _loss(self, module: nn.Module, batch: Batch, context: ClientContext) -> Tensor:
+        loss = context.client_loss(self.labels if self.masked else None)
+        with scale_outputs(module, context.structure) if self.scale else nullcontext():
+            return loss.of_batch(module, batch)
 
 
 Losses = Callable[[list[nn.Module], Batch], Sequence[Tensor | None]]

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from fedquilt.data import ClientData
 from fedquilt.federation.client import Client, ClientResult, Task, Update
 from fedquilt.federation.validation import ReplySpec
+from fedquilt.learning.batch import Batch
 from fedquilt.structure.structure import STATISTICS, TRACKED
 from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.tensors import to_arguments
 from fedquilt.training.attack import PGD, frozen_model
 from fedquilt.training.context import ClientContext
 from fedquilt.training.dualnorm import on_path
-from fedquilt.training.loop import Batch, iterate_batches, run_batches, split_evenly
+from fedquilt.training.loop import iterate_batches, run_batches, split_evenly
 from fedquilt.training.scaler import scale_outputs
 from fedquilt.training.tracking import cumulative_statistics, use_batch_statistics
 
@@ -95,7 +97,7 @@ class QueryStatistics:
         def accumulate(batch: Batch) -> None:
             x, y = batch
             with on_path(module, 0.0):
-                module(x)
+                module(*to_arguments(x))
             if attack is not None:
                 with on_path(module, 1.0):
                     with use_batch_statistics(module), frozen_model(module):
@@ -114,5 +116,7 @@ def calibrate(module: nn.Module, examples: ClientData, seed: int, batch_size: in
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(len(examples), generator=generator)[:MAX_EXAMPLES]
     with cumulative_statistics(module):
-        run_batches(examples, split_evenly(rows, batch_size), lambda batch: module(batch[0]))
+        run_batches(
+            examples, split_evenly(rows, batch_size), lambda batch: module(*to_arguments(batch[0]))
+        )
     module.eval()

@@ -6,22 +6,25 @@ import copy
 import time
 import warnings
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import stack_module_state, vmap
 
+from fedquilt.learning.batch import Batch
+from fedquilt.learning.losses import CROSS_ENTROPY, Loss, OutputLoss
 from fedquilt.structure.tensors import (
     Example,
     call_with_tensors,
     find_tensors,
+    map_tensors,
     named_tensors,
     to_arguments,
 )
-from fedquilt.training.loop import Batch
-from fedquilt.training.losses import cross_entropy
-from fedquilt.training.objectives import CrossEntropy, Objective
+from fedquilt.training.client_loss import ClientLoss
+from fedquilt.training.objectives import Objective, PlainLoss
 from fedquilt.training.optimizer_settings import OptimizerSettings, SGDSettings, is_elementwise
 from fedquilt.training.optimizers import WeightOptimizer, make_optimizer
 from fedquilt.training.threads import single_thread
@@ -48,7 +51,7 @@ def make_trainer(
     modules: Sequence[nn.Module],
     settings: OptimizerSettings,
     objective: Objective,
-    labels: tuple[int, ...] | None = None,
+    loss: ClientLoss | None = None,
     *,
     stacked: bool,
 ) -> Trainer:
@@ -58,14 +61,15 @@ def make_trainer(
         modules: The nets.
         settings: Of the optimizer of each.
         objective: What each net minimizes.
-        labels: The classes that the loss is over; None: all.
+        loss: The loss of the client's task; None: cross entropy.
         stacked: Whether nets of one shape are trained in one pass, if the objective and the
             optimizer allow it.
     """
-    can_stack = len(modules) > 1 and objective == CrossEntropy() and is_elementwise(settings)
-    if stacked and can_stack:
-        return _StackedTrainer(modules, settings, labels)
-    return _SequentialTrainer(modules, settings, objective, labels)
+    loss = loss or ClientLoss()
+    is_plain = objective == PlainLoss() and not loss.loss.needs_batch
+    if stacked and len(modules) > 1 and is_plain and is_elementwise(settings):
+        return _StackedTrainer(modules, settings, loss)
+    return _SequentialTrainer(modules, settings, objective, loss)
 
 
 class _SequentialTrainer:
@@ -74,16 +78,16 @@ class _SequentialTrainer:
         modules: Sequence[nn.Module],
         settings: OptimizerSettings,
         objective: Objective,
-        labels: tuple[int, ...] | None,
+        loss: ClientLoss,
     ) -> None:
         self._nets = [(module, make_optimizer(module.parameters(), settings)) for module in modules]
-        self._objective, self._labels = objective, labels
+        self._objective, self._loss = objective, loss
         self.optimizers: Sequence[WeightOptimizer] = [optimizer for _, optimizer in self._nets]
 
     def step(self, batch: Batch, generator: torch.Generator) -> Tensor:
         total = torch.zeros((), device=find_tensors(batch)[0].device)
         for module, optimizer in self._nets:
-            loss = self._objective.loss(module, batch, self._labels, generator)
+            loss = self._objective.loss(module, batch, self._loss, generator)
             optimizer.step(loss)
             total += loss.detach()
         return total / len(self._nets)
@@ -102,9 +106,9 @@ class _StackedTrainer:
         self,
         modules: Sequence[nn.Module],
         settings: OptimizerSettings,
-        labels: tuple[int, ...] | None,
+        loss: ClientLoss,
     ) -> None:
-        self._modules, self._labels = list(modules), labels
+        self._modules, self._loss = list(modules), loss
         weights, buffers = stack_module_state(self._modules)
         self._weights = {n: w.detach().requires_grad_(w.requires_grad) for n, w in weights.items()}
         self._buffers = buffers
@@ -114,15 +118,16 @@ class _StackedTrainer:
 
     def step(self, batch: Batch, generator: torch.Generator) -> Tensor:
         x, y = batch
-        logits = vmap(self._call, in_dims=(0, 0, None), randomness="different")(
-            self._weights, self._buffers, x
+        outputs = vmap(self._call, in_dims=(0, 0, None), randomness="different")(
+            self._weights, self._buffers, to_arguments(x)
         )
-        losses = torch.stack([cross_entropy(one, y, self._labels) for one in logits])
+        nets = (map_tensors(itemgetter(i), outputs) for i in range(len(self._modules)))
+        losses = torch.stack([self._loss(one, y) for one in nets])
         self._optimizer.step(losses.sum())
         return losses.detach().mean()
 
-    def _call(self, weights: Any, buffers: Any, x: Tensor) -> Any:
-        return call_with_tensors(self._modules[0], {**weights, **buffers}, (x,))
+    def _call(self, weights: Any, buffers: Any, inputs: tuple[Any, ...]) -> Any:
+        return call_with_tensors(self._modules[0], {**weights, **buffers}, inputs)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -136,29 +141,45 @@ MIN_SPEED_UP = 1.5  # times quicker, so that noise does not decide
 
 
 def should_stack(
-    model: nn.Module, example: Example, count: int, batch_size: int, tries: int = 3
+    model: nn.Module,
+    example: Example,
+    count: int,
+    batch_size: int,
+    loss: Loss = CROSS_ENTROPY,
+    tries: int = 3,
 ) -> bool:
     """Whether nets of this shape train clearly quicker in one pass than one after another.
 
     A short trial on inputs like the example, on one thread as clients train.
     """
+    if loss.needs_batch:
+        return False
     nets = [copy.deepcopy(model).train() for _ in range(count)]
-    x = torch.cat([to_arguments(example)[0]] * batch_size)[:batch_size]
+    x = map_tensors(
+        lambda x: torch.cat([x] * batch_size)[:batch_size] if x.ndim else x, to_arguments(example)
+    )
     settings = SGDSettings(lr=0.0, momentum=0.9, weight_decay=5e-4)
     seconds = {}
     with single_thread(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operations that are slow on a stack: they are timed
-        y = torch.zeros(nets[0](x).shape[:-1], dtype=torch.int64)
+        trial: Loss = OutputLoss(_square_outputs)  # no target is needed to know how long it takes
+        y = None
+        if loss.has_classes:
+            trial, y = loss, torch.zeros(nets[0](*x).shape[:-1], dtype=torch.int64)
         generator = torch.Generator()
         for stacked in (False, True):
-            trainer = make_trainer(nets, settings, CrossEntropy(), stacked=stacked)
+            trainer = make_trainer(nets, settings, PlainLoss(), ClientLoss(trial), stacked=stacked)
             times = []
             try:
                 for _ in range(tries + 1):
                     started = time.perf_counter()
-                    trainer.step((x, y), generator)
+                    trainer.step(Batch(x, y), generator)
                     times.append(time.perf_counter() - started)
             except RuntimeError:  # not every operation can be done on a stack
                 return False
             seconds[stacked] = min(times[1:])
     return seconds[True] * MIN_SPEED_UP < seconds[False]
+
+
+def _square_outputs(output: Any, targets: None) -> Tensor:
+    return torch.stack([tensor.square().mean() for tensor in find_tensors(output)]).sum()
