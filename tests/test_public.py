@@ -71,6 +71,7 @@ PUBLIC = [
     "SGDSettings",
     "SHeteroFL",
     "STC",
+    "SecureAggregation",
     "ServerOptimizer",
     "ServerSGD",
     "ServerUpdate",

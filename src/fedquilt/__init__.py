@@ -49,6 +49,7 @@ from fedquilt.federation.aggregation import (
 )
 from fedquilt.federation.client import Client, ClientResult, Failure, Recipe, Task, Update
 from fedquilt.federation.privacy import Accountant, Privacy, PrivacySpent
+from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods import (
     ADDS,
@@ -169,6 +170,7 @@ __all__ = [
     "Run",
     "SGDSettings",
     "SHeteroFL",
+    "SecureAggregation",
     "ServerOptimizer",
     "ServerSGD",
     "ServerUpdate",

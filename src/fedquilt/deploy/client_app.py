@@ -160,7 +160,13 @@ class _MessageHandler:
         folder = get_state_folder(node, run_name)
         node_context = make_node_context(config, node, self._load_data)
         setup = self._prepare_setup(config, node_context, run_name, folder)
-        context = ClientContext(setup.model, setup.structure, node_context.data, task=setup.task)
+        context = ClientContext(
+            setup.model,
+            setup.structure,
+            node_context.data,
+            task=setup.task,
+            secrets=folder / "secrets",
+        )
         functions = frozenset(one.path for one in list_functions(build_method(config)))
         return _ClientSession(node_context.client.id, context, folder, functions)
 

@@ -76,9 +76,14 @@ def join_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def split_parts(tensors: Mapping[str, Tensor], count: int) -> tuple[dict[str, Tensor], ...]:
     """The tensors of each subnet: the inverse of ``join_parts``.
 
+    Without subnets there may be one set of tensors of another kind.
+
     >>> split_parts(join_parts([{"a": torch.ones(1)}, {}]), 2)
     ({'a': tensor([1.])}, {})
+    >>> split_parts(join_parts([{"a": torch.ones(1)}]), 0), split_parts({}, 0)
+    (({'a': tensor([1.])},), ())
     """
+    count = max(count, bool(tensors))
     parts: tuple[dict[str, Tensor], ...] = tuple({} for _ in range(count))
     for name, tensor in tensors.items():
         number, _, rest = name.partition("/")

@@ -86,9 +86,13 @@ class LocalEngine:
         devices: Sequence[torch.device] = (CPU,),
         task: LearningTask = CLASSIFICATION,
     ) -> None:
-        contexts = [ClientContext(model, structure, data, device, task) for device in devices]
-        self._context = contexts[0]
         self._scratch = ScratchDirectory(Path(tempfile.gettempdir()))
+        secrets = self._scratch.folder / "secrets"
+        contexts = [
+            ClientContext(model, structure, data, device, task, secrets=secrets)
+            for device in devices
+        ]
+        self._context = contexts[0]
         self._memory = ScratchDirectory(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else self._scratch
         self._states = ClientStateStore(folder or self._scratch.folder / "clients")
         self._timeouts = timeouts or Timeouts()
@@ -285,7 +289,7 @@ class LocalEngine:
             return Failure(request.client, reply.problem)
         if reply.has_new_state:
             self._states.advance(request.client)
-        tensors = flat_tensors.read_flat(request.update, reply.slots) if reply.subnets else {}
+        tensors = flat_tensors.read_flat(request.update, reply.slots) if reply.slots else {}
         request.update.unlink(missing_ok=True)
         return Update(
             request.client,

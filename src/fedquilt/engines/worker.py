@@ -335,7 +335,7 @@ def _handle_request(
     update, state = result.update, result.state
     slots = (
         flat_tensors.write_flat(request.update, flat_tensors.join_parts(update.params))
-        if update.subnets
+        if update.params
         else ()
     )
     if state is not None:

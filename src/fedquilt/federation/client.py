@@ -131,6 +131,8 @@ class Task:
 class Update:
     """What a client sends back: subnets, which it may have chosen itself, and their tensors.
 
+    Without subnets it may have one set of tensors of another kind, such as keys.
+
     Args:
         client: The client's number.
         subnets: The parts of the model that it sends.

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
+import torch
+
 from fedquilt.errors import FedquiltError, StructureError, UpdateError
 from fedquilt.federation.client import Client, Failure, Task, Update, client_label
 from fedquilt.federation.state import Setup
@@ -32,6 +34,8 @@ MAX_CLASSES = 2**18  # or tokens, unless the settings say so themselves
 MAX_NAME_LENGTH = 100
 MAX_REASON_LENGTH = 1000  # characters of a sentence that came from a client
 ROUNDING = 1e-3  # a sum of cross entropies may be that much below zero
+
+Code = Mapping[str, tuple[torch.dtype, tuple[int, ...] | None]]  # None: any number of values
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class ReplySpec:
     left out, and rows of classes and tokens. With ``is_chosen`` the client chooses channels and
     blocks within them. With ``may_be_empty`` an answer of no subnets is one, too. ``weight`` is the
     most that the update may count. ``metrics`` are what may be reported; None: any numbers.
+    ``code`` are tensors that come instead of those of all subnets, with their types and shapes, or
+    None for any number of values. They go to the server as they are.
     """
 
     subnets: tuple[Subnet, ...]
@@ -75,6 +81,7 @@ class ReplySpec:
     metrics: Mapping[str, MetricSpec] | None = field(default=None)
     is_chosen: bool = False
     may_be_empty: bool = False
+    code: Code | None = None
 
 
 def training_metrics(
@@ -130,6 +137,8 @@ def validate_reply(
             terms = replace(terms, subnets=(), weight=0.0, metrics=metrics)
         _check_numbers(result, terms)
         _check_subnets(result, terms, setup.structure)
+        if terms.code is not None:
+            return _check_code(result, terms.code)
         update = validate_update(decode(result), setup.structure, params)
         check(update)
         return update
@@ -156,6 +165,33 @@ def _allow_losses(terms: ReplySpec, least: float) -> ReplySpec:
         for name, spec in terms.metrics.items()
     }
     return replace(terms, metrics=metrics)
+
+
+def _check_code(update: Update, code: Code) -> Update:
+    """The update itself, if its tensors are a code of these types and shapes."""
+    who = client_label(update.client)
+    if len(update.params) != max(len(update.subnets), 1) or any(update.params[1:]):
+        raise UpdateError(f"{who} sent {len(update.params)} sets of tensors instead of one code")
+    tensors = update.params[0]
+    if tensors.keys() != code.keys():
+        raise UpdateError(f"{who} sent {sorted(tensors)!r:.60}, asked for were {sorted(code)}")
+    for name, (dtype, shape) in code.items():
+        given = tensors[name]
+        if given.dtype != dtype or tuple(given.shape) != (shape or (given.numel(),)):
+            raise UpdateError(
+                f"{who} sent '{name}' as {given.dtype} {tuple(given.shape)}, asked for was {dtype} "
+                f"{shape or 'of any length'}"
+            )
+    return update
+
+
+def list_sent_subnets(task: Task) -> tuple[Subnet, ...]:
+    """The subnets that the answer to a task has, if the client does not choose them by its data.
+
+    These are the task's, unless its recipe has ``sent_subnets(task)``, which says otherwise.
+    """
+    own = getattr(task.recipe, "sent_subnets", None)
+    return task.subnets if own is None else tuple(own(task))
 
 
 def _find_client(setup: Setup, number: int) -> Client:

@@ -347,6 +347,7 @@ class SortBases(ServerUpdate):
 
     num_bases: int
     moves_params = False
+    needs_metrics = True
 
     def apply(self, setup: Setup, state: State, aggregate: Aggregate) -> State:
         """Renumbers the bases, and with them what the server keeps of each."""

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from fedquilt.errors import TrainingError
 from fedquilt.evaluation.clients import ClientRecord
@@ -13,7 +14,7 @@ from fedquilt.federation.aggregation import AggregationPipeline
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.federation.state import Setup, State
 from fedquilt.federation.validation import EXAMPLES, LOSS, MAX_LOSS
-from fedquilt.runs.events import Callback, ClientDone
+from fedquilt.runs.events import Callback, ClientDone, SecureRound
 from fedquilt.structure.cut import compute_shapes
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import named_tensors
@@ -42,6 +43,8 @@ class RoundAccounting:
         self.losses: dict[int, float | None] = {}
         self.scales: dict[int, float] = {}
         self.clients: list[ClientRecord] = []
+        self.secure: SecureRound | None = None
+        self._lost: str | None = None
 
     def filter_valid(
         self, tasks: Sequence[Task], results: Iterable[Update | Failure]
@@ -85,6 +88,24 @@ class RoundAccounting:
         if metrics.get(TESTED):
             self.local[update.client] = metrics[RIGHT] / metrics[TESTED]
 
+    def add_bytes(self, client: int, size: int) -> None:
+        """Counts bytes that a client has sent beside its update."""
+        self.sent[client] += size
+        self.clients = [
+            replace(record, bytes_sent=record.bytes_sent + size)
+            if record.client == client
+            else record
+            for record in self.clients
+        ]
+
+    def set_mean_loss(self, loss: float) -> None:
+        """Takes the mean training loss, where single clients do not report theirs."""
+        self._loss, self._examples = loss, 1.0
+
+    def mark_lost(self, reason: str) -> None:
+        """Says that the replies cannot be used, however many there are."""
+        self._lost = reason
+
     @property
     def bytes_up(self) -> int:
         """Bytes that all clients sent."""
@@ -93,10 +114,12 @@ class RoundAccounting:
     @property
     def has_enough(self) -> bool:
         """Whether there are as many valid answers as the quorum asks for."""
-        return self.num_accepted >= self.quorum
+        return self.num_accepted >= self.quorum and self._lost is None
 
     def require_quorum(self, when: str) -> None:
         """Raises a TrainingError if there are fewer answers."""
+        if self.num_accepted >= self.quorum and self._lost is not None:
+            raise TrainingError(f"in {when} {self._lost}")
         if not self.has_enough:
             count = self.num_accepted
             who = f"{count} of {self.quorum} clients that are needed" if count else "no client"

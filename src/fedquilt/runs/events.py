@@ -82,6 +82,24 @@ class ClientDone:
 
 
 @dataclass(frozen=True)
+class SecureRound:
+    """What is recorded about the secure sum of a round.
+
+    Args:
+        threshold: Clients without whom no ring is opened.
+        opened: The number of cells that were opened, and so averaged.
+        closed: For each part of the model that was not opened its number of cells, and why; these
+            cells keep the server's values.
+        clipped: How many changes of single weights were clipped, over all clients.
+    """
+
+    threshold: int
+    opened: int
+    closed: tuple[tuple[int, str], ...] = ()
+    clipped: int = 0
+
+
+@dataclass(frozen=True)
 class RoundDone:
     """A round is over.
 
@@ -102,6 +120,7 @@ class RoundDone:
         clients: What every client that was asked received, returned and reported.
         privacy: What a private run has spent so far; None: it is not private. Then the numbers of
             clients and bytes are expected ones, and nothing is told of single clients.
+        secure: What the secure sum of the round was of; None without secure aggregation.
     """
 
     round: int
@@ -118,6 +137,7 @@ class RoundDone:
     scales: Mapping[int, float] = field(default_factory=dict)
     clients: tuple[ClientRecord, ...] = ()
     privacy: PrivacySpent | None = None
+    secure: SecureRound | None = None
 
     @property
     def local_accuracy(self) -> float | None:
@@ -148,6 +168,7 @@ class Evaluated:
         seconds: How long the closing phases and the evaluation took.
         scales: As in ``RoundDone``, of the closing phases.
         findings: What the records of the whole run so far show about its health.
+        secure: As in ``RoundDone``, of the last closing phase.
     """
 
     round: int
@@ -159,6 +180,7 @@ class Evaluated:
     seconds: float
     scales: Mapping[int, float] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
+    secure: SecureRound | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from fedquilt.settings.resolve import (
     build_model,
     build_population,
     build_privacy,
+    build_secure_aggregation,
     build_structure,
     choose_config_sampling,
     load_source,
@@ -91,6 +92,7 @@ def plan_run_over(
         engine,
         available,
         build_privacy(config),
+        secure=build_secure_aggregation(config),
     )
 
 

@@ -17,14 +17,23 @@ from torch import Tensor
 
 from fedquilt.federation.client import Client
 from fedquilt.federation.privacy import Privacy
+from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Setup
 from fedquilt.files import hash_tensor
 from fedquilt.learning.task import CLASSIFICATION
 from fedquilt.methods.method import Method
 
 
-def compute_fingerprint(setup: Setup, method: Method, privacy: Privacy | None = None) -> str:
-    """The SHA-256 of model, method, clients, seed, sampling and privacy; rounds may differ."""
+def compute_fingerprint(
+    setup: Setup,
+    method: Method,
+    privacy: Privacy | None = None,
+    secure: SecureAggregation | None = None,
+) -> str:
+    """The SHA-256 of model, method, clients, seed, sampling, privacy and secure aggregation.
+
+    Rounds may differ.
+    """
     identity = {
         "tensors": {name: list(shape) for name, shape in setup.structure.shapes.items()},
         "structure": setup.structure.describe(),
@@ -38,6 +47,8 @@ def compute_fingerprint(setup: Setup, method: Method, privacy: Privacy | None = 
         identity["privacy"] = describe_settings(privacy)
     if setup.task is not CLASSIFICATION:
         identity["task"] = setup.task.describe()
+    if secure is not None:
+        identity["secure_aggregation"] = describe_settings(secure)
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

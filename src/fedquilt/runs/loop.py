@@ -14,6 +14,7 @@ from fedquilt.errors import CheckpointError, CorruptFileError, TrainingError
 from fedquilt.evaluation.accuracy import SizeScore, evaluate
 from fedquilt.evaluation.clients import ClientRecord
 from fedquilt.federation.client import Task, derive_seed
+from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Phase, Setup, State, sample_cohort
 from fedquilt.methods.method import Method
 from fedquilt.runs import checkpoint
@@ -34,12 +35,14 @@ from fedquilt.runs.events import (
     RoundStarted,
     combine_callbacks,
 )
+from fedquilt.runs.exchange import make_exchange
 from fedquilt.runs.health import Finding, Record, find_problems
 from fedquilt.runs.phases import count_rounds, find_phase, require_same_rounds
 from fedquilt.runs.policies import Cadence, FaultPolicy
 from fedquilt.runs.privacy import PrivateRounds, require_same_privacy
 from fedquilt.runs.record_format import encode_event, expand_record
 from fedquilt.runs.records import Records, read_records
+from fedquilt.runs.secure_preflight import make_secure
 from fedquilt.training.local_test import WithLocalTest
 
 HEALTH_CHECK_EVERY = 5  # rounds
@@ -60,7 +63,7 @@ class TrainingLoop:
     ``has_server_test`` says whether the server has test data, ``testers`` which clients have.
     ``on_finished`` is called with the finished state, before its last evaluation. ``available``
     returns the clients that can be asked now; None means all of them. ``privacy`` plans and
-    accounts for the rounds of a private run.
+    accounts for the rounds of a private run. With ``secure`` the server learns sums only.
     """
 
     setup: Setup
@@ -76,6 +79,7 @@ class TrainingLoop:
     on_finished: Callable[[TrainingLoop, State], None] | None = None
     available: Callable[[], Collection[int]] | None = None
     privacy: PrivateRounds | None = None
+    secure: SecureAggregation | None = None
     environments: tuple[Environment, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -91,6 +95,9 @@ class TrainingLoop:
                 for name, pipeline in self._aggregations.items()
             }
             self.testers = ()  # what clients' own test data say is no part of the budget
+        if self.secure is not None:
+            self._aggregations = make_secure(self._aggregations, self.secure)
+        self._client_exchange = make_exchange(self.setup, self.secure)
         directory = self.directory
         self._records = None if directory is None else Records(directory)
         self._states = None if directory is None else directory.client_states
@@ -172,6 +179,7 @@ class TrainingLoop:
             accounting.losses,
             accounting.scales,
             tuple(accounting.clients),
+            secure=accounting.secure,
         )
         if self.privacy is not None:
             done = self.privacy.conceal(done, state)
@@ -226,8 +234,15 @@ class TrainingLoop:
         whole = (task.params.values() for task in tasks if not task.subnets)
         accounting.bytes_down += sum(tensor.nbytes for tensors in whole for tensor in tensors)
         self.engine.on_progress = lambda client, done: self._notify(ClientProgress(client, done))
-        results = self.engine.run(tasks, **({"enough": needed} if oversample else {}))
-        merged = aggregation.merge(self.setup, state, accounting.filter_valid(tasks, results))
+        merged = self._client_exchange.run(
+            self.engine,
+            state,
+            tasks,
+            aggregation,
+            accounting,
+            is_closing=phase.is_closing,
+            enough=needed if oversample else None,
+        )
         self.engine.on_progress = ignore_progress  # evaluation is not the round's progress
         return merged, accounting
 
@@ -294,6 +309,7 @@ class TrainingLoop:
                 for accounting in closings
                 for client, scale in accounting.scales.items()
             },
+            secure=next((one.secure for one in reversed(closings) if one.secure), None),
         )
         self._record(
             replace(

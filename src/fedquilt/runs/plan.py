@@ -13,6 +13,8 @@ from fedquilt.data.pipeline import find_normalization, name_transforms
 from fedquilt.data.population import Population
 from fedquilt.errors import CheckpointError, ConfigError
 from fedquilt.federation.privacy import Privacy, make_secret
+from fedquilt.federation.secure import SecureAggregation
+from fedquilt.federation.secure.settings import require_cryptography
 from fedquilt.federation.state import Setup, State
 from fedquilt.files import MAX_WAIT
 from fedquilt.methods.method import Method
@@ -27,6 +29,7 @@ from fedquilt.runs.policies import Cadence, FaultPolicy
 from fedquilt.runs.preflight import check_local_training, check_start
 from fedquilt.runs.privacy import PrivateRounds, hide_data
 from fedquilt.runs.run import Run
+from fedquilt.runs.secure_preflight import check_secure
 from fedquilt.structure.cut import load_tensors
 from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.serialization import to_plain
@@ -65,6 +68,7 @@ class RunPlan:
     engine: EngineFactory | None = None  # None: this machine, one worker per core
     available: Callable[[], Collection[int]] | None = None
     privacy: Privacy | None = None  # None: the run is not private
+    secure: SecureAggregation | None = None  # None: the server sees every update
 
 
 def start_run(plan: RunPlan) -> PreparedRun:
@@ -72,7 +76,9 @@ def start_run(plan: RunPlan) -> PreparedRun:
     _check(plan, resume=False)
     plan = _make_private(plan)
     report = _load_weights(plan)
-    return PreparedRun(plan, plan.method.prepare_model(plan.setup), load_report=report)
+    setup = plan.method.prepare_model(plan.setup)
+    _check_secure(plan, setup)
+    return PreparedRun(plan, setup, load_report=report)
 
 
 def resume_run(plan: RunPlan) -> PreparedRun:
@@ -91,7 +97,9 @@ def resume_run(plan: RunPlan) -> PreparedRun:
         raise CheckpointError(
             f"{directory} was started with another model ({problem})"
         ) from problem
-    return PreparedRun(plan, plan.method.prepare_model(plan.setup), is_resumed=True)
+    setup = plan.method.prepare_model(plan.setup)
+    _check_secure(plan, setup)
+    return PreparedRun(plan, setup, is_resumed=True)
 
 
 def _check(plan: RunPlan, *, resume: bool) -> None:
@@ -117,6 +125,24 @@ def _make_private(plan: RunPlan) -> RunPlan:
     setup = replace(plan.setup, clients=hide_data(plan.setup.clients))
     faults = replace(plan.faults, attempts=1)  # another attempt would be another release
     return replace(plan, setup=setup, method=plan.method.make_private(), faults=faults)
+
+
+def _check_secure(plan: RunPlan, setup: Setup) -> None:
+    """Refuses a run whose updates cannot be summed without seeing them, if they are to be."""
+    if plan.secure is None:
+        return
+    require_cryptography()
+    if plan.cadence.test_locally:
+        raise ConfigError(
+            "with secure aggregation clients report nothing about themselves; leave out "
+            "run.test_locally"
+        )
+    if plan.privacy is not None:
+        raise ConfigError(
+            "noise of a private run is added by the server, which a secure sum does not let see "
+            "single updates; leave out privacy or secure_aggregation"
+        )
+    check_secure(setup, plan.method, plan.secure)
 
 
 def _load_weights(plan: RunPlan) -> LoadReport | None:
@@ -171,7 +197,7 @@ class PreparedRun:
                     plan.population.has_server_test,
                     plan.population.testers,
                     directory,
-                    compute_fingerprint(self.setup, plan.method, plan.privacy),
+                    compute_fingerprint(self.setup, plan.method, plan.privacy, plan.secure),
                     plan.cadence,
                     callbacks,
                     plan.faults,
@@ -180,6 +206,7 @@ class PreparedRun:
                     None
                     if plan.privacy is None
                     else PrivateRounds(plan.privacy, self.setup, plan.method, secret),
+                    plan.secure,
                 )
                 return self._finish(loop)
 

@@ -23,6 +23,7 @@ from fedquilt.training.local_test import RIGHT, TESTED
 
 DERIVED = ("local", "sent", "losses")  # that ``expand_record`` computes from columns
 COLUMNS = "clients"
+OPTIONAL = ("privacy", "secure")  # that most records do not have
 
 
 def encode_event(event: RoundDone | Evaluated, structure: Structure) -> dict[str, Any]:
@@ -34,11 +35,9 @@ def encode_event(event: RoundDone | Evaluated, structure: Structure) -> dict[str
         record = asdict(replace(event, clients=()))
         for name in DERIVED:
             del record[name]
-        if event.privacy is None:
-            del record["privacy"]
         record[COLUMNS] = _encode_clients(event.clients, structure)
     del record["seconds"]
-    return record
+    return {name: value for name, value in record.items() if name not in OPTIONAL or value}
 
 
 def expand_record(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fedquilt.data.population import Population
 from fedquilt.errors import ConfigError
 from fedquilt.federation.privacy import Privacy
 from fedquilt.federation.privacy.settings import choose_sampling
+from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Sampling, Setup
 from fedquilt.learning.batch import bind_inputs
 from fedquilt.learning.task import make_task
@@ -62,6 +63,7 @@ def train(
     available: Callable[[], Collection[int]] | None = None,
     privacy: Privacy | None = None,
     sampling: Sampling | None = None,
+    secure_aggregation: SecureAggregation | None = None,
 ) -> Run:
     """Trains a model over clients of any size.
 
@@ -99,6 +101,8 @@ def train(
         privacy: What differential privacy to keep, such as ``Privacy(epsilon=4.0)``; None: none.
         sampling: How cohorts are drawn: ``"fixed"`` of one size, ``"poisson"`` each client with
             the same probability; None: poisson for a private run, else fixed.
+        secure_aggregation: How the server sums updates without seeing a single one; None: it sees
+            every update.
 
     Returns:
         The finished run.
@@ -158,5 +162,6 @@ def train(
         engine=make_engine,
         available=available,
         privacy=privacy if privacy is not None and privacy.is_on else None,
+        secure=secure_aggregation,
     )
     return (resume_run if resume else start_run)(plan).train(callbacks)

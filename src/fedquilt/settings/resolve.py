@@ -23,6 +23,7 @@ from fedquilt.federation.aggregation import SERVER_OPTIMIZERS, TAKE_MEAN, Server
 from fedquilt.federation.budgets import BudgetDistribution
 from fedquilt.federation.privacy import Privacy
 from fedquilt.federation.privacy.settings import choose_sampling
+from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Sampling
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
@@ -129,6 +130,19 @@ def build_server_optimizer(config: Config) -> ServerOptimizer:
     """Makes the server optimizer that the settings name."""
     section = config.server_optimizer
     return SERVER_OPTIMIZERS[section.name](**section.model_dump(exclude={"name"}))
+
+
+def build_secure_aggregation(config: Config) -> SecureAggregation | None:
+    """Makes what the settings say about secure aggregation; None: the server sees every update."""
+    section = config.secure_aggregation
+    if section.threshold is None:
+        if section != type(section)():
+            raise ConfigError(
+                "secure aggregation needs a threshold, the number of clients without whom nothing "
+                "is opened; set secure_aggregation.threshold"
+            )
+        return None
+    return SecureAggregation(**section.model_dump())
 
 
 def load_source(config: Config) -> Dataset:

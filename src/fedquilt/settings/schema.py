@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from fedquilt.federation.aggregation import SERVER_OPTIMIZERS
 from fedquilt.federation.privacy import Privacy
+from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Sampling
 from fedquilt.methods import METHODS
 from fedquilt.ranges import NotNegative
@@ -207,6 +208,23 @@ def _derive_local_training() -> type[Section]:
     return section  # type: ignore[no-any-return]
 
 
+class SecureAggregationSection(Section):
+    """How the server sums updates without seeing a single one."""
+
+    threshold: int | None = Field(None, ge=2)
+    """Clients without whom nothing is opened. Left out: the server sees every update."""
+
+
+def _derive_secure_aggregation() -> type[SecureAggregationSection]:
+    section: Any = derive_section(
+        "SecureAggregationSection",
+        list_arguments(SecureAggregation),
+        SecureAggregationSection,
+        doc=(SecureAggregationSection.__doc__ or ""),
+    )
+    return section  # type: ignore[no-any-return]
+
+
 METHOD_SECTIONS = _derive_choices("The method.", METHODS, DEFAULT_METHOD, MethodSection)
 SERVER_OPTIMIZER_SECTIONS = _derive_choices(
     "What the server makes of the mean of the updates.",
@@ -223,6 +241,7 @@ if TYPE_CHECKING:
     AnyServerOptimizerSection = ServerOptimizerSection
     LocalTrainingSection = Section
     PrivacySection = Section
+    AnySecureAggregationSection = SecureAggregationSection
 else:
     AnyMethodSection, AnyServerOptimizerSection = (
         Annotated[reduce(operator.or_, sections.values()), Field(discriminator="name")]
@@ -230,6 +249,7 @@ else:
     )
     LocalTrainingSection = _derive_local_training()
     PrivacySection = _derive_privacy()
+    AnySecureAggregationSection = _derive_secure_aggregation()
 
 
 class Config(Section):
@@ -250,6 +270,7 @@ class Config(Section):
         DEFAULT_SERVER_OPTIMIZER
     ](name=DEFAULT_SERVER_OPTIMIZER)
     privacy: PrivacySection = PrivacySection()
+    secure_aggregation: AnySecureAggregationSection = AnySecureAggregationSection()
     run: RunSection = RunSection()
     flower: FlowerSection = FlowerSection()
 

@@ -6,7 +6,9 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from fedquilt.data import ClientData, ConcatExamples
 from fedquilt.data.bound import bind_examples_to
 from fedquilt.devices import CPU, is_accelerator, release_cached_memory
+from fedquilt.errors import ConfigError
 from fedquilt.federation.client import EVERYONE, PERSONAL, SERVER
 from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.cut import (
@@ -35,6 +38,9 @@ from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.device_data import ResidentData
 from fedquilt.training.tracking import without_running_stats
 
+if TYPE_CHECKING:
+    from fedquilt.federation.secure.store import SecretStore
+
 MAX_MODULES = 16  # built modules that a worker keeps
 
 
@@ -48,6 +54,7 @@ class ClientContext:
         device: Where modules and batches are. Data and model are given on the host; the copies on
             the device are made when they are first used.
         task: What is learned: the loss and the metrics.
+        secrets: A folder for secrets of a round, which only this worker's clients can read.
 
     >>> import torch, fedquilt as fq
     >>> inputs, labels = torch.rand(12, 4), torch.arange(12) % 3
@@ -68,6 +75,8 @@ class ClientContext:
         data: Mapping[str, Mapping[int, ClientData]],
         device: torch.device = CPU,
         task: LearningTask = CLASSIFICATION,
+        *,
+        secrets: Path | None = None,
     ):
         self._host_model, self.structure, self.device = model, structure, device
         self.task = task
@@ -75,6 +84,7 @@ class ClientContext:
         self._shared = _Shared()
         self._joined: dict[str, ClientData] = {}  # everyone's, by split
         self._built: OrderedDict[tuple[Subnet, int, bool], nn.Module] = OrderedDict()
+        self._secrets = secrets
         self._client_state: Mapping[str, Tensor] = {}
         self._on_progress: Callable[[float], None] | None = None
 
@@ -142,6 +152,15 @@ class ClientContext:
     def client_state(self) -> Mapping[str, Tensor]:
         """What the client has kept from earlier rounds; empty if it has kept nothing."""
         return MappingProxyType(self._client_state)
+
+    @property
+    def secrets(self) -> SecretStore:
+        """Where clients keep secrets between the steps of a secure sum."""
+        from fedquilt.federation.secure.store import SecretStore  # which needs an extra
+
+        if self._secrets is None:
+            raise ConfigError("a secure sum needs an engine with a folder for clients' secrets")
+        return SecretStore(self._secrets)
 
     def examples(self, split: str, client: int) -> ClientData:
         """The data of a client.

@@ -106,6 +106,10 @@ class LocalSGD:
         least = getattr(self.objective, "least", -math.inf)
         return ReplySpec(task.subnets, self.weight, training_metrics(client.num_examples, least))
 
+    def sent_subnets(self, task: Task) -> tuple[Subnet, ...]:
+        """The task's subnets without what stays on the client."""
+        return tuple(self._select_sent(subnet, {}) for subnet in task.subnets)
+
     def _find_own_rows(self, context: ClientContext, seen: Seen) -> dict[str, set[int]]:
         """The classes that the client has and the tokens that it has read, by their groups."""
         structure = context.structure

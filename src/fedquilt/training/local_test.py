@@ -13,7 +13,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from fedquilt.federation.client import Client, ClientResult, Recipe, Task
-from fedquilt.federation.validation import ReplySpec, count_spec, get_reply_spec
+from fedquilt.federation.validation import (
+    ReplySpec,
+    count_spec,
+    get_reply_spec,
+    list_sent_subnets,
+)
 from fedquilt.structure.cut import (
     Params,
     SubnetTensors,
@@ -57,6 +62,10 @@ class WithLocalTest:
             counts = {}
         metrics = {**result.update.metrics, **counts}
         return replace(result, update=replace(result.update, metrics=metrics))
+
+    def sent_subnets(self, task: Task) -> tuple[Subnet, ...]:
+        """Those of the other recipe."""
+        return list_sent_subnets(replace(task, recipe=self.recipe))
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be: that of the other recipe, and the counts."""

@@ -20,6 +20,8 @@ from fedquilt.user_code import find_function_path
 KIND = "is"
 ALLOWED_PREFIXES = (
     "fedquilt.training.",
+    "fedquilt.federation.secure.quantization:",
+    "fedquilt.federation.secure.session:",
     "fedquilt.structure.budget:",
     "fedquilt.structure.subnet:",
 )

@@ -58,18 +58,17 @@ class QueryStatistics:
             for _ in range(self.epochs)
             for rows in iterate_batches(len(examples), self.batch_size, generator)
         ]
-        sent, tensors, shared = [], [], self._shared_subnets(task)
+        tensors, shared = [], self._shared_subnets(task)
         for subnet in shared:
             module = context.module(subnet, task.params)
             self._accumulate(module, examples, batches, context)
-            only = replace(subnet, excluded=ONLY_STATISTICS)
-            sent.append(only)
-            tensors.append(context.tensors(module, only, subnet))
+            tensors.append(context.tensors(module, _only_statistics(subnet), subnet))
         personal = task.subnets[len(shared) :]
         own_modules = context.modules(personal, task.params, (TRACKED,))
         for module in own_modules:
             self._accumulate(module, examples, batches, context)
-        update = Update(task.client, tuple(sent), tuple(tensors), float(len(batches)), {})
+        sent = self.sent_subnets(task)
+        update = Update(task.client, sent, tuple(tensors), float(len(batches)), {})
         state = context.next_client_state(own_modules, personal, (TRACKED,))
         return ClientResult(update, state)
 
@@ -77,6 +76,10 @@ class QueryStatistics:
         """What the reply may be; it weighs by batches."""
         batches_each = math.ceil(client.num_examples / self.batch_size)
         return ReplySpec(self._shared_subnets(task), float(self.epochs * batches_each), {})
+
+    def sent_subnets(self, task: Task) -> tuple[Subnet, ...]:
+        """The statistics alone."""
+        return tuple(map(_only_statistics, self._shared_subnets(task)))
 
     def _shared_subnets(self, task: Task) -> tuple[Subnet, ...]:
         """The subnets whose statistics are sent."""
@@ -106,6 +109,10 @@ class QueryStatistics:
 
         with cumulative_statistics(module), scale:
             run_batches(examples, batches, accumulate)
+
+
+def _only_statistics(subnet: Subnet) -> Subnet:
+    return replace(subnet, excluded=ONLY_STATISTICS)
 
 
 MAX_EXAMPLES = 1024  # enough to know means and variances

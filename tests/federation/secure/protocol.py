@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedquilt.federation.secure.client import SecureClient
-from fedquilt.federation.secure.masks import get_dtype
+from fedquilt.federation.secure.integers import get_dtype
 from fedquilt.federation.secure.server import OpenedSums, SecureServer
 from fedquilt.federation.secure.session import Session
 

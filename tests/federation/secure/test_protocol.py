@@ -14,7 +14,8 @@ from scipy import stats
 
 from fedquilt.errors import ProtocolError
 from fedquilt.federation.secure.client import SecureClient, derive_common_mask, derive_mask
-from fedquilt.federation.secure.masks import get_dtype, subtract_mask
+from fedquilt.federation.secure.integers import get_dtype
+from fedquilt.federation.secure.masks import subtract_mask
 from fedquilt.federation.secure.server import SecureServer
 from fedquilt.federation.secure.session import PublicKeys, Roster
 from fedquilt.federation.secure.shamir import recover_secret

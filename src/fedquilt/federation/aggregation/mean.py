@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedquilt.federation.aggregation.parts import Aggregate, Aggregator
+from fedquilt.federation.aggregation.parts import Aggregate, Aggregator, RingSums
 from fedquilt.federation.client import Update
 from fedquilt.federation.constants import keep_constants
+from fedquilt.federation.rings import Rings
 from fedquilt.federation.state import Setup, State
 from fedquilt.structure.cut import (
     WHOLE,
@@ -78,6 +79,30 @@ class Mean(Aggregator):
         """Averages the updates as they come."""
         mean = accumulate(state.params, setup.structure, updates)
         return Aggregate(mean.result(), mean.trained)
+
+    def aggregate_sums(self, setup: Setup, state: State, sums: RingSums) -> Aggregate:
+        """Moves the cells of each ring by the sum of the changes over the sum of the weights."""
+        means = {
+            ring: change / sums.weights[ring]
+            for ring, change in sums.changes.items()
+            if sums.weights[ring] > 0
+        }
+        return move_rings(setup, state, sums.rings, means)
+
+
+def move_rings(
+    setup: Setup, state: State, rings: Rings, changes: Mapping[int, Tensor]
+) -> Aggregate:
+    """Moves the cells of some rings; the others keep the server's values."""
+    old = rings.gather_global(state.params)
+    new = {ring: old[ring].double() + change for ring, change in changes.items()}
+
+    def find_moved(name: str) -> Tensor:
+        if name not in rings.names:
+            return torch.zeros(setup.structure.shapes[name.partition("@")[0]], dtype=torch.bool)
+        return torch.isin(rings.label_cells(name), torch.tensor(list(changes), dtype=torch.int32))
+
+    return Aggregate(rings.scatter_global(new, state.params), find_moved)
 
 
 @dataclass(frozen=True)

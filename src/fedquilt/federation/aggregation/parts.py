@@ -9,12 +9,14 @@ of the kinds below, set the flags that hold for it, and name it in a method's
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Update
+from fedquilt.federation.rings import Rings
 from fedquilt.federation.state import Setup, State
 from fedquilt.structure.cut import Params
 
@@ -35,6 +37,9 @@ class Part:
 
     reveals_data: bool = False
     """Whether it rests on clients choosing, by their data, which cells they send."""
+
+    needs_metrics: bool = False
+    """Whether it reads what single clients report beside their tensors."""
 
 
 class Decoder(Part, ABC):
@@ -125,6 +130,22 @@ class UpdateTransform(Part, ABC):
 
 
 @dataclass(frozen=True, eq=False)
+class RingSums:
+    """Sums over all clients of a round, for some of the rings.
+
+    Args:
+        rings: What the cells are divided into.
+        changes: Σ a_u Δ_u in double precision by the number of the ring: the changes of the
+            server's values, each times the client's weight.
+        weights: Σ a_u by the number of the ring.
+    """
+
+    rings: Rings
+    changes: Mapping[int, Tensor]
+    weights: Mapping[int, float]
+
+
+@dataclass(frozen=True, eq=False)
 class Aggregate:
     """What all updates of a round say together.
 
@@ -183,6 +204,19 @@ class Aggregator(Part, ABC):
             state: The state that the clients of this round were sent.
             updates: Decoded, validated and transformed updates; each may be dropped once read.
         """
+
+    def aggregate_sums(self, setup: Setup, state: State, sums: RingSums) -> Aggregate:
+        """Aggregates updates of which only sums are known, as a secure sum opens them.
+
+        Args:
+            setup: What stays the same during the run.
+            state: The state that the clients of this round were sent.
+            sums: The sums of the rings that were opened; cells of other rings keep their values.
+
+        Raises:
+            ConfigError: It has to see single updates.
+        """
+        raise ConfigError(f"{self} has to see single updates, and a secure sum hides them")
 
 
 class ServerUpdate(Part, ABC):

@@ -13,6 +13,7 @@ from typing import TypeVar
 from fedquilt.errors import ConfigError
 from fedquilt.federation.aggregation.mean import Mean
 from fedquilt.federation.aggregation.parts import (
+    Aggregate,
     Aggregator,
     Decoder,
     Part,
@@ -114,7 +115,10 @@ class AggregationPipeline:
         replies: list[Update] = []
         stream = self._transform(setup, state, updates, replies)
         aggregate = self.aggregator.aggregate(setup, state, stream)
-        aggregate = replace(aggregate, replies=tuple(replies))
+        return self.finish(setup, state, replace(aggregate, replies=tuple(replies)))
+
+    def finish(self, setup: Setup, state: State, aggregate: Aggregate) -> State:
+        """Makes the next state of an aggregate."""
         for part in self.server_updates:
             state = part.apply(setup, state, aggregate)
         return state
@@ -139,8 +143,10 @@ class AggregationPipeline:
     def _check_linear(self) -> None:
         if not self.aggregator.needs_linear_parts:
             return
-        for part in (self.decoder, *self.validators, *self.transforms):
-            if isinstance(part, Validator) or not part.is_linear:
+        before = (self.decoder, *self.validators, *self.transforms)
+        for part in (*before, *self.server_updates):
+            is_before = part in before and not isinstance(part, PlainDecoder)
+            if is_before or part.needs_metrics:
                 raise ConfigError(
                     f"{self.aggregator} sees nothing but sums of updates, and {part} has to see "
                     "each of them; leave one of the two out"

@@ -31,6 +31,7 @@ from functools import cached_property
 from typing import Any
 
 from fedquilt.errors import ProtocolError
+from fedquilt.federation.secure.integers import Integers, get_dtype
 from fedquilt.federation.secure.keys import (
     agree,
     decrypt,
@@ -39,7 +40,7 @@ from fedquilt.federation.secure.keys import (
     get_public_key,
     make_private_key,
 )
-from fedquilt.federation.secure.masks import Integers, add_mask, get_dtype, subtract_mask
+from fedquilt.federation.secure.masks import add_mask, subtract_mask
 from fedquilt.federation.secure.session import PublicKeys, Roster, Session
 from fedquilt.federation.secure.shamir import SECRET_BYTES, SHARE_BYTES, split_secret
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from numpy.typing import NDArray
 
-Integers = NDArray[np.unsignedinteger]  # modulo 2^32 or 2^64
-Bits = Literal[32, 64]
+from fedquilt.federation.secure.integers import Integers
+
 CHUNK_BYTES = 2**18  # which stay in a processor's cache between the cipher and the sum
 BLOCK_BYTES = 16  # of AES
 _ZEROS = bytes(CHUNK_BYTES)
-
-
-def get_dtype(bits: int) -> np.dtype[np.unsignedinteger]:
-    """The type of integers of so many bits, the same on every machine."""
-    return np.dtype(f"<u{bits // 8}")
 
 
 def add_mask(total: Integers, key: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Changes of weights as integers that can be summed modulo 2^bits, and sums of them as means.
+"""Changes of weights as integers that can be summed modulo 2^bits, and what their sums say.
 
 Client u with the weight a_u, of at most ``max_weight`` W, sends for each cell the integer
 
@@ -7,7 +7,7 @@ Client u with the weight a_u, of at most ``max_weight`` W, sends for each cell t
 so that a sum over all clients never wraps around. Behind the cells of a ring come two integers: the
 weight, round(a_u / W * L), and the number of cells that were clipped. From the sums,
 
-    mean Δ = C * Σ q_u / Σ round(a_u / W * L).
+    Σ a_u Δ_u = W C / L * Σ q_u        and        Σ a_u = W / L * Σ round(a_u / W * L).
 
 Everything is computed in double precision and does not depend on the order of clients.
 """
@@ -21,19 +21,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedquilt.errors import ProtocolError
-from fedquilt.federation.secure.masks import Bits, Integers, get_dtype
+from fedquilt.federation.secure.integers import Bits, Integers, get_dtype
 
 NUM_EXTRA = 2  # integers behind the cells of a ring: the weight, and how many cells were clipped
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class RingMean:
-    """What the sum of one ring says.
+class RingSum:
+    """What the integers of one ring say, summed over clients.
 
     Args:
-        change: The weighted mean of the changes, cell by cell.
-        weight: The sum of the weights, as a part of the clients if all weigh the most.
+        change: Σ a_u Δ_u, the weighted sum of the changes, cell by cell.
+        weight: Σ a_u, the sum of the weights.
         num_clipped: How many changes of single cells were clipped, over all clients.
     """
 
@@ -56,9 +56,9 @@ class Quantizer:
     >>> quantizer = Quantizer(clip=1.0, max_weight=2.0, num_clients=2)
     >>> one = quantizer.encode(np.array([0.5, -3.0]), weight=2.0, seed=0)
     >>> two = quantizer.encode(np.array([-1.0, 0.0]), weight=1.0, seed=1)
-    >>> mean = quantizer.decode(one + two, num_clients=2)
-    >>> mean.change.round(6).tolist(), round(mean.weight, 6), mean.num_clipped
-    ([0.0, -0.666667], 1.5, 1)
+    >>> total = quantizer.decode(one + two, num_clients=2)
+    >>> total.change.round(6).tolist(), round(total.weight, 6), total.num_clipped
+    ([0.0, -2.0], 3.0, 1)
     """
 
     clip: float
@@ -94,8 +94,8 @@ class Quantizer:
         joined: Integers = np.concatenate([whole, extra]).astype(get_dtype(self.bits))
         return joined
 
-    def decode(self, total: Integers, num_clients: int) -> RingMean:
-        """The mean of the clients' changes, from the sum of their integers.
+    def decode(self, total: Integers, num_clients: int) -> RingSum:
+        """The sum of the clients' changes, from the sum of their integers.
 
         Args:
             total: The sum, modulo 2 to the power of ``bits``.
@@ -113,5 +113,6 @@ class Quantizer:
         )
         if not is_possible:
             raise ProtocolError("its sum is out of range, so a client has not kept to the rules")
-        change = cells / weight * self.clip if weight else np.zeros(len(cells))
-        return RingMean(change, weight / self.levels, num_clipped)
+        step = self.max_weight / self.levels
+        change: Floats = cells.astype(np.float64) * (step * self.clip)
+        return RingSum(change, weight * step, num_clipped)

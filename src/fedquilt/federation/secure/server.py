@@ -21,8 +21,9 @@ from fedquilt.federation.secure.client import (
     list_revealed,
     split_shares,
 )
+from fedquilt.federation.secure.integers import Integers, get_dtype
 from fedquilt.federation.secure.keys import KEY_BYTES, TAG_BYTES, get_public_key
-from fedquilt.federation.secure.masks import Integers, add_mask, get_dtype, subtract_mask
+from fedquilt.federation.secure.masks import add_mask, subtract_mask
 from fedquilt.federation.secure.session import PublicKeys, Roster, Session
 from fedquilt.federation.secure.shamir import SHARE_BYTES, recover_secret
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedquilt.errors import ProtocolError
-from fedquilt.federation.secure.masks import Bits
+from fedquilt.federation.secure.integers import Bits
 
 ID_BYTES = 16
 

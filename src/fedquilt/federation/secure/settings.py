@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fedquilt.errors import ConfigError
+from fedquilt.federation.secure.quantization import Quantizer
 from fedquilt.ranges import Count, Positive, check_fields
 
 
@@ -26,12 +27,12 @@ class SecureAggregation:
             the mean is right.
         bits: The size of the integers that are summed, 32 or 64.
 
-    >>> from fedquilt.federation.secure import SecureAggregation
-    >>> SecureAggregation(threshold=5).bits
+    >>> import fedquilt as fq
+    >>> fq.SecureAggregation(threshold=5).bits
     32
     """
 
-    threshold: Annotated[int, Field(ge=2)] = 3
+    threshold: Annotated[int, Field(ge=2)]
     neighbors: Count | None = None
     clip: Positive = 8.0
     rounding: Literal["nearest", "stochastic"] = "stochastic"
@@ -45,6 +46,10 @@ class SecureAggregation:
                 f"a client needs at least {self.threshold} neighbors, as many as the threshold, so "
                 f"that its masks can be recovered, got neighbors = {self.neighbors}"
             )
+
+    def make_quantizer(self, max_weight: float, num_clients: int) -> Quantizer:
+        """What makes integers of the changes of a round."""
+        return Quantizer(self.clip, max_weight, num_clients, self.rounding, self.bits)
 
 
 def require_cryptography() -> None:

@@ -1,0 +1,80 @@
+"""How the server gets from tasks to the next state: with every update in sight, or with sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fedquilt.engines.engine import Engine
+from fedquilt.federation.aggregation import AggregationPipeline
+from fedquilt.federation.client import Task
+from fedquilt.federation.secure import SecureAggregation
+from fedquilt.federation.state import Setup, State
+from fedquilt.runs.accounting import RoundAccounting
+
+
+class Exchange(Protocol):
+    """Lets clients work, and merges what they send."""
+
+    def run(
+        self,
+        engine: Engine,
+        state: State,
+        tasks: Sequence[Task],
+        pipeline: AggregationPipeline,
+        accounting: RoundAccounting,
+        *,
+        is_closing: bool,
+        enough: int | None,
+    ) -> State:
+        """Runs the tasks of a round.
+
+        Args:
+            engine: Runs tasks.
+            state: The state that clients are sent.
+            tasks: What the method asks of them.
+            pipeline: How replies become the next state.
+            accounting: Gets every reply, and what was sent.
+            is_closing: Whether the round is of a closing phase.
+            enough: After this number of updates the engine need not wait for others.
+
+        Returns:
+            The state after the round; the number of the round is not its concern.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class PlainExchange:
+    """The server sees every update.
+
+    Args:
+        setup: What stays the same during the run.
+    """
+
+    setup: Setup
+
+    def run(
+        self,
+        engine: Engine,
+        state: State,
+        tasks: Sequence[Task],
+        pipeline: AggregationPipeline,
+        accounting: RoundAccounting,
+        *,
+        is_closing: bool,
+        enough: int | None,
+    ) -> State:
+        """Merges valid updates as they come."""
+        results = engine.run(tasks, **({} if enough is None else {"enough": enough}))
+        return pipeline.merge(self.setup, state, accounting.filter_valid(tasks, results))
+
+
+def make_exchange(setup: Setup, secure: SecureAggregation | None) -> Exchange:
+    """The exchange of a run; None: the server sees every update."""
+    if secure is None:
+        return PlainExchange(setup)
+    from fedquilt.runs.secure import SecureExchange  # which needs an extra
+
+    return SecureExchange(setup, secure)
