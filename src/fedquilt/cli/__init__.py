@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedquilt import __version__
-from fedquilt.cli import compare, cost, customize, evaluate, report, schema, train, up
+from fedquilt.cli import compare, cost, customize, evaluate, report, schema, serve, train, up
 from fedquilt.cli.output import detachable_output
 from fedquilt.cli.wording import speak_options
 from fedquilt.errors import FedquiltError
@@ -68,6 +68,7 @@ for module, command in (
     (report, report.report),
     (cost, cost.cost),
     (customize, customize.customize),
+    (serve, serve.serve),
     (up, up.up),
     (schema, schema.schema),
 ):

@@ -22,6 +22,15 @@ Trust = Annotated[
     bool,
     typer.Option("--trust", help="Run the file.py:function that the run's directory names."),
 ]
+Host = Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        envvar="FEDQUILT_TOKEN",
+        help="What users must know; made and printed if others than this machine can connect.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Device = Annotated[str, typer.Option(help=describe_setting("run.device"))]
 Workers = Annotated[int | None, typer.Option(help=describe_setting("run.workers"))]

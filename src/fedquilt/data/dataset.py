@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,21 @@ from fedquilt.errors import DataError
 MAX_CLASSES = 100_000
 
 
+class TextEncoder(Protocol):
+    """Turns a text into the tokens of one example, as those of the data set were."""
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of an example."""
+
+    @property
+    def unit(self) -> str:
+        """What a token stands for, such as ``words``."""
+
+    def __call__(self, text: str) -> Tensor:
+        """The tokens, int64."""
+
+
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Training and test examples, and which client or domain each comes from.
@@ -36,6 +52,8 @@ class Dataset:
             clients.
         group_names: The names of the natural clients or domains.
         num_tokens: The size of the vocabulary of text; None for other data.
+        text_encoder: Turns a text into the tokens of one example; None for other data.
+        class_names: What the classes are called, if the data say so.
 
     >>> import fedquilt as fq
     >>> digits = fq.load_dataset("digits")
@@ -51,6 +69,8 @@ class Dataset:
     groups_test: Tensor | None = None
     group_names: tuple[str, ...] = ()
     num_tokens: int | None = None
+    text_encoder: TextEncoder | None = None
+    class_names: tuple[str, ...] = ()
 
     @property
     def example(self) -> Tensor:

@@ -6,6 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -87,6 +88,59 @@ def pad_texts(
     return torch.from_numpy(padded)
 
 
+@dataclass(frozen=True, eq=False)
+class CharacterEncoder:
+    """The last characters of a text; a short one has line breaks before it.
+
+    >>> CharacterEncoder(length=3)("Ah").tolist()
+    [0, 25, 60]
+    """
+
+    length: int
+    unit: str = "characters"
+
+    def __call__(self, text: str) -> Tensor:
+        """The tokens of one example."""
+        return encode_characters(text[-self.length :].rjust(self.length, "\n")).long()
+
+
+@dataclass(frozen=True, eq=False)
+class WordEncoder:
+    """The first words of a text, padded at its end.
+
+    >>> WordEncoder({"a": 2}, length=3)("A b").tolist()
+    [2, 1, 0]
+    """
+
+    tokens: Mapping[str, int]
+    length: int
+    unit: str = "words"
+
+    def __call__(self, text: str) -> Tensor:
+        """The tokens of one example."""
+        return pad_texts([split_words(text)], self.tokens, self.length)[0].long()
+
+
+@dataclass(frozen=True, eq=False)
+class PassageEncoder:
+    """The first words of a text, split at spaces; a short one has ends of lines behind it.
+
+    >>> PassageEncoder({"a": 0, "<eos>": 1, "<unk>": 2}, length=4)("a b").tolist()
+    [0, 2, 1, 1]
+    """
+
+    tokens: Mapping[str, int]
+    length: int
+    unit: str = "words"
+
+    def __call__(self, text: str) -> Tensor:
+        """The tokens of one example."""
+        words = _split_tokens(text)[: self.length]
+        words += [END] * (self.length - len(words))
+        unknown = self.tokens[UNKNOWN_WORD]
+        return torch.tensor([self.tokens.get(word, unknown) for word in words])
+
+
 def make_speeches(name: str, roles: Mapping[str, Sequence[str]]) -> Dataset:
     """Makes a data set of speaking roles: predict the character after each 80 characters.
 
@@ -114,6 +168,8 @@ def make_speeches(name: str, roles: Mapping[str, Sequence[str]]) -> Dataset:
         groups,
         group_names=names,
         num_tokens=len(ALPHABET),
+        text_encoder=CharacterEncoder(SPEECH),
+        class_names=tuple(ALPHABET),
     )
 
 
@@ -139,7 +195,17 @@ def make_tweets(
     sizes = [{user: len(texts) for user, (texts, _) in own.items()} for own in (train, test)]
     groups_train, groups_test, names = label_groups(name, *sizes)
     num_tokens = UNKNOWN + 1 + len(tokens)
-    return Dataset(name, shown, held_out, 2, groups_train, groups_test, names, num_tokens)
+    return Dataset(
+        name,
+        shown,
+        held_out,
+        2,
+        groups_train,
+        groups_test,
+        names,
+        num_tokens,
+        WordEncoder(tokens, TWEET),
+    )
 
 
 def make_passages(name: str, train: str, test: str) -> Dataset:
@@ -172,6 +238,7 @@ def make_passages(name: str, train: str, test: str) -> Dataset:
         torch.arange(ROWS).repeat_interleave(per_row),
         group_names=tuple(map(str, range(ROWS))),
         num_tokens=len(tokens),
+        text_encoder=PassageEncoder(tokens, PASSAGE),
     )
 
 

@@ -178,6 +178,11 @@ def load_clients(run: Run, data: str | None = None) -> Population | None:
     )
 
 
+def load_run_source(run: Run) -> Dataset | None:
+    """The data that a run's settings name; None if the run was trained from Python."""
+    return None if run.info.config is None else load_source(load_config(run.info.config))
+
+
 def require_trust(code: Mapping[str, str], folder: str | Path) -> None:
     """Refuses to run code that a directory names and the user does not.
 

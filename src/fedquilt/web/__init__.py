@@ -1,0 +1,1 @@
+"""What the pages and servers share: style, scripts, who may connect, and how long that may take."""
