@@ -1,7 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
+AXE_VERSION := 4.14.0
 
-.PHONY: demo test test-docs test-federation lint types bench clean
+.PHONY: demo test test-docs test-federation test-browser lint types bench clean
 
 demo: .venv/demo  ## train on the embedded digits over clients of five sizes
 	$(BIN)/fedquilt train
@@ -14,6 +15,18 @@ test-docs: .venv/test  ## every command and code block of README and docs/ as ty
 
 test-federation: .venv/test  ## runs on Flower for real: every method, and what may go wrong; half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m federation tests/deploy
+
+test-browser: .venv/test .venv/axe/axe.min.js  ## pages in a real Chromium; it is installed if that is possible
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	  (apt-get update -q && apt-get install -y -q chromium chromium-driver) || \
+	  echo "chromium could not be installed; the tests will be skipped"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'browser or not browser' tests/browser
+
+.venv/axe/axe.min.js: | .venv/bin/python
+	mkdir -p .venv/axe
+	cd .venv/axe && npm pack --silent axe-core@$(AXE_VERSION) && \
+	  tar -xzf axe-core-$(AXE_VERSION).tgz --strip-components=1 package/axe.min.js || \
+	  echo "axe-core could not be fetched; pages are tested without it"
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Queue
 from typing import Any
 
 from fedquilt.errors import ConfigError, FedquiltError
@@ -14,6 +16,7 @@ from fedquilt.web.access import Access, AccessControl, App
 HEADER_SECONDS = 10.0  # from the start of a request to the end of its headers
 KEEP_ALIVE_SECONDS = 15
 MAX_CONNECTIONS = 512
+START_SECONDS = 30.0
 EXTRA = "it needs the extra: pip install 'fedquilt[serve]'"
 
 
@@ -31,12 +34,44 @@ def run_server(app: App, access: Access, port: int, on_ready: Callable[[str], No
 
     Port 0 takes a free one.
     """
+    with (
+        _open_server(app, access, port, on_ready) as (server, listener),
+        suppress(KeyboardInterrupt),  # how a person ends it
+    ):
+        server.run(sockets=[listener])
+
+
+@contextmanager
+def run_in_background(app: App, access: Access, port: int = 0) -> Iterator[str]:
+    """Serves in a thread while the context lasts; gives the address of the first page."""
+    ready: Queue[str] = Queue()
+    with _open_server(app, access, port, ready.put) as (server, listener):
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            yield ready.get(timeout=START_SECONDS)
+        finally:
+            server.should_exit = True
+            thread.join(START_SECONDS)
+
+
+@contextmanager
+def _open_server(
+    app: App, access: Access, port: int, on_ready: Callable[[str], None]
+) -> Iterator[tuple[Any, socket.socket]]:
     import uvicorn
 
     listener = _listen(access.host, port)
     host = f"[{access.host}]" if ":" in access.host else access.host
     token = "" if access.token is None else f"?token={access.token}"
     address = f"http://{host}:{listener.getsockname()[1]}/{token}"
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                on_ready(address)
+
     config = uvicorn.Config(
         AccessControl(app, access),
         http=make_protocol(),
@@ -48,27 +83,22 @@ def run_server(app: App, access: Access, port: int, on_ready: Callable[[str], No
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,
     )
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            if self.started:
-                on_ready(address)
-
     try:
-        with suppress(KeyboardInterrupt):  # how a person ends it
-            Server(config).run(sockets=[listener])
+        yield Server(config), listener
     finally:
         listener.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    listener: socket.socket | None = None
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
     except (OSError, OverflowError) as problem:
+        if listener is not None:
+            listener.close()
         raise ConfigError(
             f"the server cannot listen at {host}, port {port} ({problem}); choose another: "
             "port=0 takes a free one"

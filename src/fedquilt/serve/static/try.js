@@ -108,6 +108,8 @@ function showBars(prediction) {
     row.append(document.createElement("span"), track, document.createElement("span"));
     bars.append(row);
   }
+  const longest = Math.max(1, ...pairs.map(([index]) => className(index).length));
+  bars.style.setProperty("--name", Math.min(longest, 12) + 1 + "ch");
   pairs.forEach(([index, value], i) => {
     const row = bars.children[i];
     row.classList.toggle("best", index === prediction.label);
