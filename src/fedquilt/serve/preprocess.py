@@ -14,8 +14,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from fedquilt.customize.info import InputSpec
-from fedquilt.data import Normalization
 from fedquilt.data.dataset import TextEncoder
+from fedquilt.data.pipeline import Chain, find_normalization, make_pipeline
 from fedquilt.data.preprocessing import convert_for_models
 from fedquilt.errors import DataError
 from fedquilt.runs.from_config import load_run_source
@@ -35,13 +35,13 @@ class InputReader:
 
     Args:
         specs: The shapes and types of the model's inputs.
-        normalization: Of images, as in training; None: they stay in [0, 1].
+        transforms: What images go through, as in evaluation; None: only Python knows it.
         encoder: Turns a text into tokens; None: the model does not read text.
         class_names: What the classes are called, if that is known.
     """
 
     specs: tuple[InputSpec, ...]
-    normalization: Normalization | None = None
+    transforms: Chain | None = ()
     encoder: TextEncoder | None = None
     class_names: tuple[str, ...] = ()
 
@@ -54,7 +54,7 @@ class InputReader:
         if self.encoder is not None:
             return "text"
         is_image = len(shape) == 3 and shape[0] in IMAGE_MODES and self.specs[0].dtype == "float32"
-        return "image" if is_image else "numbers"
+        return "image" if is_image and self.transforms is not None else "numbers"
 
     @property
     def example(self) -> Inputs:
@@ -66,7 +66,7 @@ class InputReader:
         facts: dict[str, Any] = {"kind": self.kind}
         if self.kind == "image":
             channels, height, width = self.specs[0].shape[1:]
-            scale = self.normalization
+            scale = find_normalization(self.transforms or ())
             mean = 0.0 if scale is None else sum(scale.mean) / len(scale.mean)
             facts |= {"channels": channels, "height": height, "width": width}
             facts |= {"background": "dark" if mean < 0.5 else "light"}
@@ -148,23 +148,34 @@ class InputReader:
             raise RequestError(400, "the body is not a readable PNG or JPEG image") from None
         except Image.DecompressionBombError:
             raise RequestError(413, f"an image has at most {limits.pixels} pixels") from None
-        if image.size != (width, height):
+        if not self._changes_size and image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         pixels = np.asarray(image, dtype=np.uint8)
         return self._preprocess(pixels[None] if channels == 1 else pixels.transpose(2, 0, 1))
+
+    @property
+    def _changes_size(self) -> bool:
+        """Whether transforms bring images to the model's size."""
+        scale = find_normalization(self.transforms or ())
+        return any(transform is not scale for transform in self.transforms or ())
 
     def _preprocess(self, pixels: np.ndarray[Any, Any]) -> Tensor:
         """Pixels from 0 to 255 as the model takes them, one image or several."""
         if self.kind != "image":
             raise RequestError(422, f"this model takes {self.kind}, not pixels")
         images = convert_for_models(torch.from_numpy(np.array(pixels, dtype=np.uint8)))
-        if images.ndim < 3 or (self.normalization and images.shape[-3] != self.specs[0].shape[1]):
-            images = images.unsqueeze(-3)
-        if self.normalization is None:
-            return images
-        if images.shape[-3] != len(self.normalization.mean):
+        channels = self.specs[0].shape[1]
+        if images.ndim == 2 and channels == 1:
+            images = images.unsqueeze(0)
+        images = images.unsqueeze(0) if images.ndim == 3 else images
+        if images.ndim != 4 or images.shape[1] != channels or not images.numel():
             raise self._make_shape_error(images)
-        return self.normalization(images)
+        try:
+            for transform in self.transforms or ():
+                images = transform.apply(images)
+        except (DataError, RuntimeError, ValueError):
+            raise RequestError(422, "the images do not fit the transforms of the run") from None
+        return images
 
     def _encode(self, texts: Sequence[Any]) -> Tensor:
         if self.encoder is None:
@@ -203,7 +214,7 @@ class InputReader:
 def make_reader(run: Run, class_names: tuple[str, ...] = ()) -> InputReader:
     """How a run's inputs are read; texts need the run's data, for their vocabulary."""
     specs = run.info.inputs
-    reader = InputReader(specs, run.info.normalization, class_names=class_names)
+    reader = InputReader(specs, _find_transforms(run), class_names=class_names)
     if len(specs) > 1 or specs[0].dtype != "int64":
         return reader
     try:
@@ -213,7 +224,15 @@ def make_reader(run: Run, class_names: tuple[str, ...] = ()) -> InputReader:
     if source is None or source.text_encoder is None:
         return reader
     names = class_names or source.class_names
-    return InputReader(specs, None, source.text_encoder, names)
+    return InputReader(specs, (), source.text_encoder, names)
+
+
+def _find_transforms(run: Run) -> Chain | None:
+    scale = run.info.normalization
+    try:
+        return make_pipeline((), [*run.info.transforms, *((scale,) if scale else ())]).evaluation
+    except DataError:  # a function that only Python knows
+        return None
 
 
 def _decode(body: bytes) -> str:
