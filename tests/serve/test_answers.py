@@ -138,6 +138,12 @@ def test_raw_outputs_are_given_where_the_task_has_no_classes():
     assert TaskInfo("regression", (2,)).answer(outputs) == [{"output": [0.5, -2.0]}]
     (by_position,) = TaskInfo("classification", (2, 3)).answer(torch.eye(3)[None, 1:])
     assert by_position["label"] == [1, 2]
+    mask = torch.zeros(1, 3, 2, 2)
+    mask[0, 2] = 1.0
+    (by_pixel,) = TaskInfo("classification", (3, 2, 2)).answer(mask)
+    assert by_pixel["label"] == [[2, 2], [2, 2]]
+    (yes,) = TaskInfo("bce", (2,)).answer(torch.tensor([[0.0, 50.0]]))
+    assert yes["probability"] == pytest.approx([0.5, 1.0])
     (many,) = TaskInfo("classification", (200,)).answer(torch.arange(200.0)[None])
     assert [label for label, _ in many["top"]] == list(range(199, 189, -1))
 

@@ -17,7 +17,7 @@ from fedquilt.customize.ensemble import Ensemble
 from fedquilt.customize.info import InputSpec, find_info
 from fedquilt.errors import ConfigError
 from fedquilt.evaluation.accuracy import SizeScore, compute_ensemble_cost
-from fedquilt.evaluation.summary import get_main_accuracy
+from fedquilt.evaluation.summary import get_main_value
 from fedquilt.methods.method import SIZE_NAMES
 from fedquilt.runs.run import Run
 from fedquilt.serve.errors import RequestError
@@ -212,5 +212,5 @@ def _measure_milliseconds(call: Callable[[], object]) -> float:
 def _find_score(scores: Sequence[SizeScore], width: float) -> float | None:
     for score in scores:
         if abs(score.width - width) < 1e-9:
-            return get_main_accuracy(score)
+            return get_main_value(score)
     return None

@@ -37,20 +37,22 @@ class TaskInfo:
 
 
 def find_task(run: Run, output: Tensor, class_names: Sequence[str] = ()) -> TaskInfo:
-    """The task of a run; ``output`` is what its model says to one example."""
-    shape = tuple(output.shape[1:])
+    """The task of a run, by its loss; ``output`` is what its model says to one example."""
+    shape, task = tuple(output.shape[1:]), run.setup.task
     if len(shape) == 1 and len(class_names) not in (0, shape[0]):
         class_names = ()
-    return TaskInfo("classification", shape, tuple(class_names))
+    kind = "classification" if task.has_classes else task.loss.name
+    return TaskInfo(kind, shape, tuple(class_names))
 
 
 def _answer_classes(task: TaskInfo, outputs: Tensor) -> list[dict[str, Any]]:
-    """The most likely class and its probability; of sequences, one of each position."""
+    """The most likely class and its probability; of sequences and images, one of each position."""
     if outputs.ndim == 1:
         return _answer_raw(task, outputs)
-    probabilities = outputs.softmax(-1)
+    axis = 1 if outputs.ndim > 3 else -1  # masks have their classes where images have channels
+    probabilities = outputs.softmax(axis)
     if outputs.ndim > 2:
-        confidence, labels = probabilities.max(-1)
+        confidence, labels = probabilities.max(axis)
         pairs = zip(labels.tolist(), confidence.tolist(), strict=True)
         return [{"label": label, "confidence": sure} for label, sure in pairs]
     confidence, labels = probabilities.max(-1)
@@ -70,12 +72,19 @@ def _answer_classes(task: TaskInfo, outputs: Tensor) -> list[dict[str, Any]]:
     return answers
 
 
+def _answer_yes_or_no(task: TaskInfo, outputs: Tensor) -> list[dict[str, Any]]:
+    """The probability of every yes."""
+    return [{"probability": row} for row in outputs.sigmoid().tolist()]
+
+
 def _answer_raw(task: TaskInfo, outputs: Tensor) -> list[dict[str, Any]]:
     return [{"output": row} for row in outputs.tolist()]
 
 
 ANSWERS: dict[str, Callable[[TaskInfo, Tensor], list[dict[str, Any]]]] = {
     "classification": _answer_classes,
+    "bce": _answer_yes_or_no,
+    "dice": _answer_yes_or_no,
 }
 
 

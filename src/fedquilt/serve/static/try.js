@@ -64,14 +64,19 @@ function className(index) {
 }
 
 function sentence(prediction) {
-  if (Array.isArray(prediction.label)) return prediction.label.slice(0, 12).map(className).join(" ");
+  if (Array.isArray(prediction.label)) return prediction.label.flat(3).slice(0, 12).map(className).join(" ");
   if ("label" in prediction) return className(prediction.label);
-  return JSON.stringify(prediction.output).slice(0, 60);
+  const numbers = [raw(prediction)].flat(4).slice(0, 4).map((value) => Number(value.toPrecision(4)));
+  return numbers.join(", ");
+}
+
+function raw(prediction) {
+  return "output" in prediction ? prediction.output : prediction.probability;
 }
 
 function confidence(prediction) {
   if (!("confidence" in prediction)) return null;
-  const values = [prediction.confidence].flat();
+  const values = [prediction.confidence].flat(4);
   return values.reduce((a, b) => a + b, 0) / values.length;
 }
 
@@ -89,10 +94,10 @@ function showBars(prediction) {
   if (prediction.probabilities) pairs = prediction.probabilities.map((p, i) => [i, p]);
   if (pairs.length > 12) pairs = [...pairs].sort((a, b) => b[1] - a[1]).slice(0, 10);
   const bars = byId("bars");
-  if (!pairs.length && "output" in prediction) {
+  if (!pairs.length && raw(prediction) !== undefined) {
     const raw = document.createElement("pre");
     raw.className = "raw";
-    raw.textContent = JSON.stringify(prediction.output, null, 1).slice(0, 4000);
+    raw.textContent = JSON.stringify(raw(prediction), null, 1).slice(0, 4000);
     bars.replaceChildren(raw);
     return;
   }
