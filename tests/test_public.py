@@ -72,6 +72,7 @@ PUBLIC = [
     "SHeteroFL",
     "STC",
     "SecureAggregation",
+    "Selection",
     "ServerOptimizer",
     "ServerSGD",
     "ServerUpdate",

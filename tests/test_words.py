@@ -32,7 +32,6 @@ OLD_WORDS = {
         "envelope",
         "spool",
         "ledger",
-        "patience",
     ),
     *("begun", "told", "anew", "optimiser", "keptstates", "kept_states", "usual_budgets"),
 }

@@ -92,6 +92,7 @@ from fedquilt.runs.events import (
 from fedquilt.runs.open import open_run
 from fedquilt.runs.policies import Cadence, FaultPolicy
 from fedquilt.runs.run import Run
+from fedquilt.runs.selection import Selection
 from fedquilt.runs.train import train
 from fedquilt.structure.budget import Budget, fit_budget
 from fedquilt.structure.cost import Cost, compute_cost
@@ -171,6 +172,7 @@ __all__ = [
     "SGDSettings",
     "SHeteroFL",
     "SecureAggregation",
+    "Selection",
     "ServerOptimizer",
     "ServerSGD",
     "ServerUpdate",

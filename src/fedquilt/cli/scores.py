@@ -46,6 +46,8 @@ def _print_scores(run: Run, scores: Sequence[SizeScore], console: Console) -> No
         console.print(tables.make_domain_table(rows))
     if exceeding := run.info.exceeds_budgets:
         print_lines(console, exceeding)
+    if run.info.selected:
+        print_lines(console, run.info.selected)
     summary, seed = summarize(scores), f"seed {run.seed}"
     if summary is None:
         print_lines(console, seed)
@@ -89,6 +91,8 @@ def make_score_document(run: Run, scores: Sequence[SizeScore]) -> dict[str, Any]
         "run": str(run.folder),
         "seed": run.seed,
         "rounds": run.setup.rounds,
+        "model_round": run.info.model_round,
+        "trained_rounds": run.info.trained_rounds,
         "sizes": make_score_rows(run, scores),
         "score": summary and summary.score,
         "worst": summary and summary.worst,

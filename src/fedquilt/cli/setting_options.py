@@ -32,6 +32,8 @@ TRAIN_OPTIONS = {  # parameter of the command -> setting
     "evaluate_every": "run.evaluate_every",
     "checkpoint_every": "run.checkpoint_every",
     "test_locally": "run.test_locally",
+    "keep": "selection.keep",
+    "patience": "selection.patience",
 }
 
 COMPARE_OPTIONS = {  # what all methods of a comparison share

@@ -67,6 +67,8 @@ class RunInfo:
     ``method`` are the settings of the method that differ from their defaults, with its class.
     ``sizes`` are those that were trained. ``environments`` are where it was trained, one after
     another. ``client_versions`` and ``chosen_subnets`` are what clients keep and what they chose.
+    ``model_round`` is the round whose model it is, of ``trained_rounds``, if it was selected; None:
+    it is that of the last round.
 
     What the model can be made of again: ``config`` is the settings of the command line;
     ``model_call`` and ``method_settings`` are those of a run from Python, None if only Python
@@ -92,12 +94,21 @@ class RunInfo:
     method_settings: dict[str, Any] | None = None
     transforms: tuple[str, ...] = ()
     normalization: Normalize | None = None
+    model_round: NonNegativeInt | None = None
+    trained_rounds: NonNegativeInt | None = None
 
     @property
     def example(self) -> Example:
         """Zeros of the shapes of the inputs."""
         tensors = tuple(torch.zeros(x.shape, dtype=getattr(torch, x.dtype)) for x in self.inputs)
         return tensors if len(tensors) > 1 else tensors[0]
+
+    @property
+    def selected(self) -> str:
+        """Which round's model it is, for people; empty if it is that of the last round planned."""
+        if self.model_round is None or self.model_round == self.rounds:
+            return ""
+        return f"model of round {self.model_round}; {self.trained_rounds} of {self.rounds} trained"
 
     def with_results(
         self,

@@ -51,6 +51,7 @@ class Population:
         test: The test data of each client; the server's own is that of client ``SERVER``.
         validation: What clients hold back from training to select a model; may be empty.
         remote_testers: The numbers of clients whose test data are on their own machines.
+        remote_validators: The numbers of clients whose validation data are on their own machines.
 
     >>> import torch, fedquilt as fq
     >>> clients = fq.make_clients((torch.rand(12, 4), torch.arange(12) % 3), count=3)
@@ -63,6 +64,7 @@ class Population:
     test: Mapping[int, ClientData]
     validation: Mapping[int, ClientData] = field(default_factory=dict)
     remote_testers: frozenset[int] = frozenset()
+    remote_validators: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:
         budgets = dict.fromkeys(client.budget for client in self.clients)
@@ -105,6 +107,12 @@ class Population:
             for c in self.clients
             if c.id in self.remote_testers or len(self.test.get(c.id, ()))
         )
+
+    @property
+    def validators(self) -> tuple[int, ...]:
+        """Clients with validation data."""
+        known = self.remote_validators | self.validation.keys()
+        return tuple(client.id for client in self.clients if client.id in known)
 
 
 def make_clients(
@@ -307,7 +315,7 @@ def _hold_out_tests(
     rest, held = [], []
     for client, examples in enumerate(train):
         if isinstance(examples, Windows):
-            first, last = _split_last(examples, fraction)
+            first, last = split_last(examples, fraction)
         else:
             rows = split_holdout_rows(len(examples), fraction, seed, client)
             first, last = (examples.select(part) for part in rows)
@@ -393,7 +401,7 @@ def _make_population(
     dealt = assign_budgets(budgets, len(train))
     held_back: dict[int, ClientData] = {}
     if validation:
-        pairs = [_split_last(examples, validation) for examples in train]
+        pairs = [split_last(examples, validation) for examples in train]
         train = [first for first, _ in pairs]
         held_back = {i: last for i, (_, last) in enumerate(pairs) if len(last)}
     test = {i: examples for i, examples in enumerate(tests) if len(examples)}
@@ -407,7 +415,7 @@ def _make_population(
     return Population(clients, dict(enumerate(train)), test, held_back)
 
 
-def _split_last(examples: ClientData, fraction: float) -> tuple[ClientData, ClientData]:
+def split_last(examples: ClientData, fraction: float) -> tuple[ClientData, ClientData]:
     """Splits off the last ⌊fraction · n⌋ examples."""
     rows = np.arange(len(examples))
     start = len(rows) - count_fraction(len(rows), fraction)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData, Dataset, count_targets, load_dataset, to_examples
-from fedquilt.data.population import Population
+from fedquilt.data.population import Population, split_last
 from fedquilt.data.transformed import transform_examples
 from fedquilt.deploy.device_profile import find_affordable_width
 from fedquilt.deploy.node_config import NodeConfig, Value, parse_budget
@@ -139,11 +139,16 @@ def _make_own_data_context(
         test = None if test is None else transform_examples(test, pipeline)
     if not len(train):
         raise ConfigError(f"client {number} has no training data; start its node with some")
+    train, held_back = split_last(train, config.data.validation)
     x, _ = train.batch(torch.zeros(1, dtype=torch.int64))
     tests = {number: test} if test is not None and len(test) else {}
     return NodeContext(
         Client(number, len(train), train.label_set),
-        {"train": {number: train}, "test": tests},
+        {
+            "train": {number: train},
+            "test": tests,
+            **({"validation": {number: held_back}} if len(held_back) else {}),
+        },
         torch.zeros_like(x),
         max(train.label_set) + 1,
         num_tokens,

@@ -76,7 +76,7 @@ def train_over_grid(
     nodes = _gather_nodes(grid, config, folder, has_own_model=model is not None)
     held_out = _load_held_out(config, test, nodes.infos)
     config, setup = _make_setup(config, nodes, model)
-    population = _make_population(nodes.infos, held_out)
+    population = _make_population(config, nodes.infos, held_out)
     traffic = Traffic()
 
     def make_engine(setup: Setup, _: Population, __: Path | None) -> FlowerEngine:
@@ -189,12 +189,15 @@ def _load_held_out(config: Config, test: Any, infos: Mapping[int, NodeInfo]) -> 
         return None
 
 
-def _make_population(infos: Mapping[int, NodeInfo], held_out: ClientData | None) -> Population:
+def _make_population(
+    config: Config, infos: Mapping[int, NodeInfo], held_out: ClientData | None
+) -> Population:
     """The clients, whose data stay on their nodes, and the server's held-out data."""
     clients = tuple(info.client for info in infos.values())
     tests = {} if held_out is None else {SERVER: held_out}
     remote = frozenset(info.client.id for info in infos.values() if info.has_tests)
-    return Population(clients, {}, tests, remote_testers=remote)
+    validators = frozenset(infos) if config.data.validation else frozenset()
+    return Population(clients, {}, tests, remote_testers=remote, remote_validators=validators)
 
 
 app = make_server_app()

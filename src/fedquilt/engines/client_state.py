@@ -17,6 +17,7 @@ class ClientStateStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.versions: dict[int, int] = {}
+        self._after: dict[int, int] = {}  # versions that new ones come after
         self._synced: set[Path] = set()
 
     def path(self, client: int, version: int) -> Path:
@@ -30,17 +31,25 @@ class ClientStateStore:
 
     def next_path(self, client: int) -> Path:
         """The file for the client's next state."""
-        return self.path(client, self.versions.get(client, 0) + 1)
+        return self.path(client, self._next_version(client))
 
     def advance(self, client: int) -> None:
         """Makes the next state, which has been written, the current one."""
-        self.versions[client] = self.versions.get(client, 0) + 1
+        self.versions[client] = self._next_version(client)
 
-    def restore(self, versions: Mapping[int, int]) -> None:
-        """Goes back to these versions; raises a CorruptFileError if one of them is damaged."""
+    def _next_version(self, client: int) -> int:
+        return max(self.versions.get(client, 0), self._after.get(client, 0)) + 1
+
+    def restore(self, versions: Mapping[int, int], after: Mapping[int, int] = {}) -> None:
+        """Goes back to these versions; raises a CorruptFileError if one of them is damaged.
+
+        Args:
+            versions: The version of each client that has a state.
+            after: Versions of other use, which new states do not write over.
+        """
         for client, version in versions.items():
             read_sealed(self.path(client, version))
-        self.versions = dict(versions)
+        self.versions, self._after = dict(versions), dict(after)
 
     def sync(self, versions: Mapping[int, int]) -> None:
         """Waits until the files of these versions are on the disk."""

@@ -60,11 +60,13 @@ class Engine(Protocol):
         """The version of each client's state."""
         ...
 
-    def restore(self, versions: Mapping[int, int]) -> None:
+    def restore(self, versions: Mapping[int, int], *, after: Mapping[int, int] = {}) -> None:
         """Goes back to earlier states of clients; raises a CorruptFileError if one is damaged.
 
         Args:
             versions: The version of each client's state, as ``client_versions`` returned them.
+            after: Versions that stay in use: new states get later ones. Without it, versions later
+                than those restored are written over.
         """
         ...
 

@@ -123,9 +123,9 @@ class LocalEngine:
         """The version of each client's state."""
         return dict(self._states.versions)
 
-    def restore(self, versions: Mapping[int, int]) -> None:
-        """Goes back to these versions of clients' states."""
-        self._states.restore(versions)
+    def restore(self, versions: Mapping[int, int], *, after: Mapping[int, int] = {}) -> None:
+        """Goes back to these versions of clients' states; new ones come after others in use."""
+        self._states.restore(versions, after)
 
     def remove_unused(self, *used: Mapping[int, int]) -> None:
         """Removes versions of clients' states that none of these uses."""

@@ -201,6 +201,7 @@ def evaluate(
     attack: PGD | None = None,
     on_failure: Callable[[Failure], None] = lambda failure: None,
     batch_statistics: bool = False,
+    split: str = "test",
 ) -> list[SizeScore]:
     """Scores of a finished state, largest size first, at one robustness after another.
 
@@ -216,6 +217,7 @@ def evaluate(
         attack: The attack for robust accuracy; None: there is none.
         on_failure: Is called with clients that gave no valid result; scores are without these.
         batch_statistics: Whether each batch of test data is normalized by itself.
+        split: Which of their data clients evaluate: ``test``, or ``validation``.
 
     >>> import torch, fedquilt as fq
     >>> data = (torch.rand(12, 4), torch.arange(12) % 3)
@@ -244,6 +246,7 @@ def evaluate(
         scale=method.scales_outputs,
         batch_statistics=batch_statistics or not (has_statistics or method.local_params),
         metrics=setup.task.numbers,
+        split=split,
     )
     only_statistics = bool(method.local_params) and shares_weights(setup, method)
     by_clients = bool(testers) and only_statistics and not has_statistics

@@ -87,6 +87,8 @@ def read_milestones(directory: RunDirectory) -> list[Milestone]:
             phase, sent = record["phase"], sent + record["bytes_down"] + record["bytes_up"]
         elif record["scores"]:
             score = max((SizeScore.from_json(s) for s in record["scores"]), key=lambda s: s.width)
+            if any(milestone.round == record["round"] for milestone in found):
+                continue  # the model that was selected, which was evaluated after its round too
             spent_by_then = spent.get(record["round"], seconds)
             found.append(Milestone(record["round"], phase, spent_by_then, sent, score))
     return found

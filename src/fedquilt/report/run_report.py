@@ -52,6 +52,7 @@ def build_report(
     environments = [
         " ".join(f"{k} {v}" for k, v in sorted(e.items())) for e in run.info.environments
     ]
+    about |= {"selected": run.info.selected} if run.info.selected else {}
     about |= {"made with": ", then ".join(environments)} if environments else {}
     about |= {"health": "; ".join(map(describe_finding, run.findings))} if run.findings else {}
     recorded = {} if run.directory is None else _read_recorded(run.directory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from fedquilt.files import fsync, read_document, read_tensors, write_document, w
 from fedquilt.runs.directory import FORMAT_VERSION
 from fedquilt.runs.environment import Environment
 from fedquilt.runs.records import Mark
+from fedquilt.runs.selection import BestRound, SelectionProgress
 from fedquilt.structure.subnet import Subnet
 
 FORMAT = "fedquilt-checkpoint"
 PARAMS_FILE, SERVER_FILE = "params.safetensors", "server.safetensors"
 STATE_FILE = "state.json"
+BEST = "best-"  # before the names of files of the best model so far
 MAX_KEPT = 2  # older checkpoints are removed
 
 
@@ -27,13 +29,14 @@ class Checkpoint:
     """A state, and the versions of what clients keep that belong to it.
 
     ``environments`` are where it was computed, one after another. ``records`` marks how far the
-    run's records belong to it.
+    run's records belong to it. ``selection`` is what is known of the best model so far.
     """
 
     state: State
     client_versions: Mapping[int, int]
     environments: tuple[Environment, ...] = ()
     records: Mark | None = None
+    selection: SelectionProgress = field(default_factory=SelectionProgress)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
@@ -44,24 +47,16 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> P
     try:
         remove_leftovers(folder)
         part.mkdir(parents=True)
-        digest = write_tensors(part / PARAMS_FILE, state.params)
         document = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "fingerprint": fingerprint,
-            "round": state.round,
-            "phase": state.phase,
-            "method_state": state.method_state,
-            "client_versions": {str(c): v for c, v in checkpoint.client_versions.items()},
-            "chosen_subnets": {
-                str(c): s.encode().decode() for c, s in state.chosen_subnets.items()
-            },
             "environments": checkpoint.environments,
             "records": checkpoint.records,
-            "sha256": digest,
+            **_write_state(part, state, checkpoint.client_versions),
         }
-        if state.server_tensors:
-            document["server"] = write_tensors(part / SERVER_FILE, state.server_tensors)
+        if checkpoint.selection.round:
+            document["selection"] = _write_selection(part, checkpoint)
         write_document(part / STATE_FILE, document)
         remove_checkpoint(final)
         part.rename(final)
@@ -75,6 +70,57 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> P
     for old in list_checkpoints(folder)[:-MAX_KEPT]:
         remove_checkpoint(old)
     return final
+
+
+def _write_state(
+    folder: Path, state: State, client_versions: Mapping[int, int], prefix: str = ""
+) -> dict[str, Any]:
+    """Writes the tensors of a state; returns the rest of it."""
+    document = {
+        "round": state.round,
+        "phase": state.phase,
+        "method_state": state.method_state,
+        "client_versions": {str(c): v for c, v in client_versions.items()},
+        "chosen_subnets": {str(c): s.encode().decode() for c, s in state.chosen_subnets.items()},
+        "sha256": write_tensors(folder / f"{prefix}{PARAMS_FILE}", state.params),
+    }
+    if state.server_tensors:
+        document["server"] = write_tensors(folder / f"{prefix}{SERVER_FILE}", state.server_tensors)
+    return document
+
+
+def _read_state(folder: Path, document: Mapping[str, Any], prefix: str = "") -> State:
+    params = read_tensors(folder / f"{prefix}{PARAMS_FILE}", document["sha256"])
+    digest = document.get("server")  # few methods keep tensors on the server
+    server = {} if digest is None else read_tensors(folder / f"{prefix}{SERVER_FILE}", digest)
+    chosen = {int(c): Subnet.decode(s.encode()) for c, s in document["chosen_subnets"].items()}
+    return State(
+        document["round"], document["phase"], params, document["method_state"], server, chosen
+    )
+
+
+def _write_selection(folder: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Writes what is known of the best model; its tensors only if it is an earlier one."""
+    progress = checkpoint.selection
+    document: dict[str, Any] = {"round": progress.round, "num_worse": progress.num_worse}
+    if (best := progress.best) is not None:
+        document["score"] = best.score
+        if best.state.round != checkpoint.state.round:
+            document["best"] = _write_state(folder, best.state, best.client_versions, BEST)
+    return document
+
+
+def _read_selection(folder: Path, document: Mapping[str, Any], state: State) -> SelectionProgress:
+    selection = document.get("selection")
+    if selection is None:
+        return SelectionProgress()
+    best = None
+    if "score" in selection:
+        other = selection.get("best")
+        kept = state if other is None else _read_state(folder, other, BEST)
+        versions = _parse_versions(document if other is None else other)
+        best = BestRound(kept, versions, selection["score"])
+    return SelectionProgress(best, selection["num_worse"], selection["round"])
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -118,15 +164,13 @@ def load_checkpoint(path: Path, fingerprint: str | None = None) -> Checkpoint:
                 "resume with the settings it was started with, or choose another directory: "
                 'out="..."'
             )
-        params = read_tensors(path / PARAMS_FILE, document["sha256"])
-        digest = document.get("server")  # few methods keep tensors on the server
-        server = {} if digest is None else read_tensors(path / SERVER_FILE, digest)
-        chosen = {int(c): Subnet.decode(s.encode()) for c, s in document["chosen_subnets"].items()}
-        state = State(
-            document["round"], document["phase"], params, document["method_state"], server, chosen
-        )
+        state = _read_state(path, document)
         return Checkpoint(
-            state, _parse_versions(document), tuple(document["environments"]), document["records"]
+            state,
+            _parse_versions(document),
+            tuple(document["environments"]),
+            document["records"],
+            _read_selection(path, document, state),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise CorruptFileError(
@@ -134,12 +178,17 @@ def load_checkpoint(path: Path, fingerprint: str | None = None) -> Checkpoint:
         ) from problem
 
 
-def read_client_versions(path: Path) -> dict[int, int]:
-    """The versions of what clients keep that belong to a checkpoint; none to a damaged one."""
+def list_client_versions(path: Path) -> list[dict[int, int]]:
+    """The versions of what clients keep that a checkpoint and its best model need.
+
+    A damaged checkpoint needs none.
+    """
     try:
-        return _parse_versions(_read_document(path))
+        document = _read_document(path)
     except CheckpointError:
-        return {}
+        return []
+    best = document.get("selection", {}).get("best")
+    return [_parse_versions(part) for part in (document, best) if part is not None]
 
 
 def _parse_versions(document: Mapping[str, Any]) -> dict[int, int]:

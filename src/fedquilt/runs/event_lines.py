@@ -8,7 +8,7 @@ from statistics import fmean
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.summary import get_main_value
 from fedquilt.federation.client import client_label
-from fedquilt.formatting import format_percent
+from fedquilt.formatting import format_count, format_percent
 from fedquilt.runs.events import (
     CheckpointDamaged,
     ClientDone,
@@ -19,6 +19,7 @@ from fedquilt.runs.events import (
     RoundDone,
     RoundRepeated,
     RoundStarted,
+    StoppedEarly,
     WaitingForLock,
 )
 from fedquilt.runs.health import Finding
@@ -67,7 +68,10 @@ def describe_event(event: Event, num_rounds: int) -> str:
             replies = f"{event.num_clients} of {event.quorum} required replies"
             return _join_facts(f"round {event.round}/{num_rounds}", replies, "repeating the round")
         case Evaluated():
-            return _join_facts(f"round {event.round}/{num_rounds}", describe_values(event.scores))
+            values, chosen = describe_values(event.scores), _describe_selection(event)
+            return _join_facts(f"round {event.round}/{num_rounds}", values, chosen)
+        case StoppedEarly():
+            return _describe_stop(event, num_rounds)
         case ProblemFound(finding=finding):
             return _join_facts(f"round {event.round}/{num_rounds}", describe_finding(finding))
         case CheckpointDamaged():
@@ -118,6 +122,22 @@ def _describe_round(event: RoundDone, num_rounds: int) -> str:
         f"{len(event.failures)} failed" if event.failures else "",
         "" if event.privacy is None else str(event.privacy),
         f"{event.seconds:.1f} s",
+    )
+
+
+def _describe_selection(event: Evaluated) -> str:
+    """The validation score, if models are selected by it, and the best round so far."""
+    if not event.best_round or event.is_final or not event.scores:
+        return ""
+    best = "best" if event.best_round == event.round else f"best of round {event.best_round}"
+    return f"validation {event.scores[0].metric.format(event.validation)}, {best}"
+
+
+def _describe_stop(event: StoppedEarly, num_rounds: int) -> str:
+    best = f" since round {event.best_round}" if event.best_round else ""
+    evaluations = format_count(event.num_evaluations, "evaluation")
+    return _join_facts(
+        f"round {event.round}/{num_rounds}", f"no better model in {evaluations}{best}", "stopping"
     )
 
 

@@ -169,6 +169,10 @@ class Evaluated:
         scales: As in ``RoundDone``, of the closing phases.
         findings: What the records of the whole run so far show about its health.
         secure: As in ``RoundDone``, of the last closing phase.
+        validation: The score by which models are selected; None: there is no selection, or the
+            score is not known.
+        best_round: The round of the best model so far, 0 if none has a score; None: there is no
+            selection.
     """
 
     round: int
@@ -181,6 +185,23 @@ class Evaluated:
     scales: Mapping[int, float] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     secure: SecureRound | None = None
+    validation: float | None = None
+    best_round: int | None = None
+
+
+@dataclass(frozen=True)
+class StoppedEarly:
+    """The run ends before its last round: no better model came for long enough.
+
+    Args:
+        round: The number of rounds that are done.
+        num_evaluations: The evaluations since the best model.
+        best_round: The round of the best model; 0: no model had a score.
+    """
+
+    round: int
+    num_evaluations: int
+    best_round: int
 
 
 @dataclass(frozen=True)
@@ -240,6 +261,7 @@ Event = (
     | RoundDone
     | RoundRepeated
     | Evaluated
+    | StoppedEarly
     | CheckpointSaved
     | EnvironmentChanged
     | ProblemFound

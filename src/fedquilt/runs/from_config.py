@@ -23,6 +23,7 @@ from fedquilt.runs.plan import RunPlan, RunSource
 from fedquilt.runs.policies import Cadence, FaultPolicy
 from fedquilt.runs.records import has_final_evaluation
 from fedquilt.runs.run import Run
+from fedquilt.runs.selection import Selection
 from fedquilt.settings.load import load_config, override_settings
 from fedquilt.settings.resolve import (
     build_method,
@@ -93,6 +94,7 @@ def plan_run_over(
         available,
         build_privacy(config),
         secure=build_secure_aggregation(config),
+        selection=Selection(**config.selection.model_dump()),
     )
 
 

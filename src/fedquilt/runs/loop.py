@@ -13,7 +13,7 @@ from fedquilt.engines.engine import Engine, ignore_progress
 from fedquilt.errors import CheckpointError, CorruptFileError, TrainingError
 from fedquilt.evaluation.accuracy import SizeScore, evaluate
 from fedquilt.evaluation.clients import ClientRecord
-from fedquilt.federation.client import Task, derive_seed
+from fedquilt.federation.client import Failure, Task, derive_seed
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Phase, Setup, State, sample_cohort
 from fedquilt.methods.method import Method
@@ -33,6 +33,7 @@ from fedquilt.runs.events import (
     RoundDone,
     RoundRepeated,
     RoundStarted,
+    StoppedEarly,
     combine_callbacks,
 )
 from fedquilt.runs.exchange import make_exchange
@@ -43,6 +44,7 @@ from fedquilt.runs.privacy import PrivateRounds, require_same_privacy
 from fedquilt.runs.record_format import encode_event, expand_record
 from fedquilt.runs.records import Records, read_records
 from fedquilt.runs.secure_preflight import make_secure
+from fedquilt.runs.selection import Selection, SelectionProgress, compute_score
 from fedquilt.training.local_test import WithLocalTest
 
 HEALTH_CHECK_EVERY = 5  # rounds
@@ -64,6 +66,7 @@ class TrainingLoop:
     ``on_finished`` is called with the finished state, before its last evaluation. ``available``
     returns the clients that can be asked now; None means all of them. ``privacy`` plans and
     accounts for the rounds of a private run. With ``secure`` the server learns sums only.
+    ``selection`` says which round's model is kept, by the data of ``validators``.
     """
 
     setup: Setup
@@ -80,6 +83,8 @@ class TrainingLoop:
     available: Callable[[], Collection[int]] | None = None
     privacy: PrivateRounds | None = None
     secure: SecureAggregation | None = None
+    selection: Selection = field(default_factory=Selection)
+    validators: tuple[int, ...] = ()
     environments: tuple[Environment, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +109,8 @@ class TrainingLoop:
         self._history: list[Record] = []
         self._clients: list[tuple[ClientRecord, ...]] = []
         self._reported: set[tuple[str, tuple[int, ...]]] = set()
+        self._progress = SelectionProgress()
+        self.num_trained = 0  # rounds that are done
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -129,6 +136,7 @@ class TrainingLoop:
     def train_from(self, position: Position) -> tuple[State, tuple[SizeScore, ...]]:
         """Trains to the last round; returns the finished state and its scores."""
         done = position.checkpoint
+        self._progress = done.selection
         last_saved = done.state.round
         total = self._count_rounds(done.state)
         try:
@@ -136,12 +144,13 @@ class TrainingLoop:
                 not position.is_evaluated
             ):  # stopped after the round, before its evaluation was recorded
                 self._evaluate_if_due(done.state, total)
-            while done.state.round < total:
+            while done.state.round < total and not self._progress.is_stopped(self.selection):
                 done = self._run_round(
                     done.state, find_phase(done.state.round, self.method, self.setup)
                 )
                 self._evaluate_if_due(done.state, total)
-                if self._is_due(self.cadence.checkpoint_every, done.state.round, total):
+                is_last = self._progress.is_stopped(self.selection)
+                if is_last or self._is_due(self.cadence.checkpoint_every, done.state.round, total):
                     self._save(done)
                     last_saved = done.state.round
                 self._remove_old_states(done)
@@ -149,7 +158,30 @@ class TrainingLoop:
             if done.state.round > last_saved:
                 self._save(done)
             raise
-        return self._evaluate(done.state, is_final=True)
+        self.num_trained = done.state.round
+        if done.state.round < total:
+            progress = self._progress
+            self._notify(StoppedEarly(done.state.round, progress.num_worse, progress.best_round))
+        return self._evaluate(self._select(done), is_final=True)
+
+    def _select(self, done: Checkpoint) -> State:
+        """The state that is kept, with the clients' states that belong to it."""
+        best = self._progress.best
+        if self.selection.keep == "last" or best is None or best.state.round == done.state.round:
+            return done.state
+        if best.client_versions or done.client_versions:
+            used = [done.client_versions, best.client_versions, *self._list_saved_versions()]
+            clients = {client for versions in used for client in versions}
+            latest = {c: max(versions.get(c, 0) for versions in used) for c in clients}
+            self.engine.restore(best.client_versions, after=latest)
+        return best.state
+
+    def _compares(self, state: State) -> bool:
+        """Whether the model after a round is one that can be selected: of the last phase."""
+        if not self.selection.is_on or not state.round:
+            return False
+        *_, last = (p for p in self.method.phases(self.setup) if not p.is_closing)
+        return find_phase(state.round - 1, self.method, self.setup).name == last.name
 
     def _count_rounds(self, state: State) -> int:
         """The number of the last round; a private run ends where its budget does."""
@@ -269,8 +301,12 @@ class TrainingLoop:
         return state, closings
 
     def _evaluate_if_due(self, state: State, total: int) -> None:
-        """Evaluates between rounds; ``run`` does the last evaluation."""
-        if state.round < total and self._is_due(self.cadence.evaluate_every, state.round, total):
+        """Evaluates between rounds, and after the last one if a model is selected.
+
+        ``train_from`` does the final evaluation, of the model that is kept.
+        """
+        is_between = state.round < total or self._compares(state)
+        if is_between and self._is_due(self.cadence.evaluate_every, state.round, total):
             self._evaluate(state, is_final=False)
 
     def _evaluate(self, state: State, *, is_final: bool) -> tuple[State, tuple[SizeScore, ...]]:
@@ -294,8 +330,14 @@ class TrainingLoop:
                 on_failure=failures.append,
             )
         )
+        is_compared = not is_final and self._compares(state)
+        validation = self._validate(finished, failures) if is_compared else None
         if not is_final and self.engine.client_versions() != versions:
             self.engine.restore(versions)  # training continues from the states before
+        progress = self._progress
+        if is_compared:
+            metric = self.setup.task.metric
+            progress = progress.compare(self.selection, state, versions, validation, metric)
         done = Evaluated(
             finished.round,
             scores,
@@ -310,6 +352,8 @@ class TrainingLoop:
                 for client, scale in accounting.scales.items()
             },
             secure=next((one.secure for one in reversed(closings) if one.secure), None),
+            validation=validation,
+            best_round=progress.best_round if self.selection.is_on else None,
         )
         self._record(
             replace(
@@ -319,8 +363,23 @@ class TrainingLoop:
                 ),
             )
         )
+        self._progress = progress  # after it is recorded: ``restore`` compares what is recorded
         self._report_problems(finished.round)
         return finished, scores
+
+    def _validate(self, finished: State, failures: list[Failure]) -> float | None:
+        """The score of a finished state by which models are selected."""
+        scores = evaluate(
+            self.setup,
+            self.method,
+            finished,
+            self.engine,
+            has_server_test=False,
+            testers=tuple(c for c in self.validators if c in self._find_available()),
+            on_failure=failures.append,
+            split="validation",
+        )
+        return compute_score(scores, self.selection.over)
 
     def _find_problems(self, records: Sequence[Record]) -> tuple[Finding, ...]:
         """What the records show about the health of the run."""
@@ -341,9 +400,15 @@ class TrainingLoop:
         if self.directory is None or self._states is None or self._records is None:
             return
         try:  # files that the checkpoint names are on the disk before it is
+            best = self._progress.best
+            if best is not None:
+                self._states.sync(best.client_versions)
             self._states.sync(done.client_versions)
             done = replace(
-                done, environments=self.environments, records=self._records.mark(done.state.round)
+                done,
+                environments=self.environments,
+                records=self._records.mark(done.state.round),
+                selection=self._progress,
             )
         except OSError as problem:
             raise CheckpointError(
@@ -356,11 +421,15 @@ class TrainingLoop:
     def _remove_old_states(self, done: Checkpoint) -> None:
         """Removes client states that neither this round nor a checkpoint needs."""
         if done.client_versions:
-            directory = self.directory
-            saved = [] if directory is None else checkpoint.list_checkpoints(directory.checkpoints)
-            self.engine.remove_unused(
-                done.client_versions, *(checkpoint.read_client_versions(path) for path in saved)
-            )
+            best = self._progress.best
+            kept = [done.client_versions, *([] if best is None else [best.client_versions])]
+            self.engine.remove_unused(*kept, *self._list_saved_versions())
+
+    def _list_saved_versions(self) -> list[dict[int, int]]:
+        """The versions of clients' states that checkpoints need."""
+        directory = self.directory
+        saved = [] if directory is None else checkpoint.list_checkpoints(directory.checkpoints)
+        return [versions for path in saved for versions in checkpoint.list_client_versions(path)]
 
     def restore(self) -> Position:
         """The position of the newest good checkpoint; the start if there is none at all.
@@ -370,7 +439,23 @@ class TrainingLoop:
         position = self._find_position()
         assert self.directory is not None
         self._history.extend(read_records(self.directory))
-        return position
+        return self._compare_recorded(position)
+
+    def _compare_recorded(self, position: Position) -> Position:
+        """Compares the model of an evaluation that was recorded, if the checkpoint has not."""
+        done, progress = position.checkpoint, position.checkpoint.selection
+        last = self._history[-1] if self._history else {}
+        if not position.is_evaluated or progress.round == done.state.round:
+            return position
+        if "validation" in last and self._compares(done.state):
+            progress = progress.compare(
+                self.selection,
+                done.state,
+                done.client_versions,
+                last["validation"],
+                self.setup.task.metric,
+            )
+        return replace(position, checkpoint=replace(done, selection=progress))
 
     def _find_position(self) -> Position:
         assert self.directory is not None
@@ -388,6 +473,7 @@ class TrainingLoop:
             except CorruptFileError as problem:
                 damaged[path] = problem
                 continue
+            self._progress = restored.selection
             self._remove_damaged(damaged, restored)
             self._remove_old_states(restored)
             self._compare_environment(restored)

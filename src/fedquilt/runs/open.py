@@ -67,9 +67,12 @@ def open_run(
     expected = setup.structure.shapes
     if any(expected.get(n.partition("@")[0]) != bundle.params.shape(n) for n in bundle.params):
         raise _make_model_error(directory)
-    state = State(setup.rounds, "", bundle.params, chosen_subnets=info.decode_subnets())
+    selected = info.model_round
+    last = setup.rounds if selected is None else selected
+    state = State(last, "", bundle.params, chosen_subnets=info.decode_subnets())
     try:
-        scores = read_final_scores(directory, count_rounds(method, setup))
+        evaluated = count_rounds(method, setup) if selected is None else selected
+        scores = read_final_scores(directory, evaluated)
         findings = read_final_findings(directory)
     except CorruptFileError:  # the model can be used without its records
         scores, findings = (), ()

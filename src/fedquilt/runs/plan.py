@@ -30,6 +30,7 @@ from fedquilt.runs.preflight import check_local_training, check_start
 from fedquilt.runs.privacy import PrivateRounds, hide_data
 from fedquilt.runs.run import Run
 from fedquilt.runs.secure_preflight import check_secure
+from fedquilt.runs.selection import Selection
 from fedquilt.structure.cut import load_tensors
 from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.serialization import to_plain
@@ -69,6 +70,7 @@ class RunPlan:
     available: Callable[[], Collection[int]] | None = None
     privacy: Privacy | None = None  # None: the run is not private
     secure: SecureAggregation | None = None  # None: the server sees every update
+    selection: Selection = field(default_factory=Selection)
 
 
 def start_run(plan: RunPlan) -> PreparedRun:
@@ -106,6 +108,9 @@ def _check(plan: RunPlan, *, resume: bool) -> None:
     setup = plan.setup
     check_start(setup.model, setup.example, plan.population, setup.rounds, setup.task)
     check_local_training(plan.method, setup.model, setup.rounds)
+    plan.selection.check(
+        plan.cadence, plan.population.validators, is_private=plan.privacy is not None
+    )
     if plan.directory is not None:
         plan.directory.check(resume=resume)
 
@@ -207,6 +212,8 @@ class PreparedRun:
                     if plan.privacy is None
                     else PrivateRounds(plan.privacy, self.setup, plan.method, secret),
                     plan.secure,
+                    plan.selection,
+                    plan.population.validators,
                 )
                 return self._finish(loop)
 
@@ -276,6 +283,8 @@ class PreparedRun:
                 model_call=None if call is None else ModelCall(**call),
                 method_settings=_to_plain_or_none(method),
             )
+        if self.plan.selection.is_on:
+            info = replace(info, model_round=state.round, trained_rounds=loop.num_trained)
         return info.with_results(
             loop.engine.client_versions(), state.chosen_subnets, loop.environments
         )

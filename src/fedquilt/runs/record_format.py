@@ -31,6 +31,8 @@ def encode_event(event: RoundDone | Evaluated, structure: Structure) -> dict[str
     if isinstance(event, Evaluated):
         record = asdict(replace(event, scores=()))
         record["scores"] = [score.to_json() for score in event.scores]
+        if event.best_round is None:  # without selection
+            del record["validation"], record["best_round"]
     else:
         record = asdict(replace(event, clients=()))
         for name in DERIVED:

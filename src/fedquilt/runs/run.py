@@ -38,7 +38,7 @@ class Run:
     Args:
         setup: What the run was about, with the model as the method prepared it.
         method: The method.
-        state: The state after the last round.
+        state: The state after the last round, or after the one that was selected.
         scores: The scores of each size, the largest first.
         info: What is stored about the run besides its tensors.
         user_setup: What the run was about, with the model that was given.
@@ -70,7 +70,8 @@ class Run:
     def __repr__(self) -> str:
         where = "" if self.directory is None else f", in {self.directory}"
         rounds = f"{self.setup.rounds} round{'s' * (self.setup.rounds != 1)}"
-        head = f"Run of {type(self.method).__name__}, {rounds}, seed {self.seed}{where}"
+        selected = f", {self.info.selected}" if self.info.selected else ""
+        head = f"Run of {type(self.method).__name__}, {rounds}, seed {self.seed}{selected}{where}"
         size = SIZE_NAMES[self.method.size_kind]
         return "\n".join([head, *(f"  {size} {_describe_score(score)}" for score in self.scores)])
 

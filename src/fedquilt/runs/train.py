@@ -32,6 +32,7 @@ from fedquilt.runs.preflight import (
     warn_of_lost_values,
 )
 from fedquilt.runs.run import Run
+from fedquilt.runs.selection import Selection
 from fedquilt.structure.create import trace_structure
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.supported import unshare_buffers
@@ -64,6 +65,7 @@ def train(
     privacy: Privacy | None = None,
     sampling: Sampling | None = None,
     secure_aggregation: SecureAggregation | None = None,
+    selection: Selection | None = None,
 ) -> Run:
     """Trains a model over clients of any size.
 
@@ -103,6 +105,8 @@ def train(
             the same probability; None: poisson for a private run, else fixed.
         secure_aggregation: How the server sums updates without seeing a single one; None: it sees
             every update.
+        selection: Which round's model is kept, and when the run stops early, such as
+            ``Selection(keep="best", patience=5)``; None: the last round's.
 
     Returns:
         The finished run.
@@ -163,5 +167,6 @@ def train(
         available=available,
         privacy=privacy if privacy is not None and privacy.is_on else None,
         secure=secure_aggregation,
+        selection=selection or Selection(),
     )
     return (resume_run if resume else start_run)(plan).train(callbacks)

@@ -128,6 +128,19 @@ class RunSection(Section):
     """Whether clients test their own models in every round, before these are merged."""
 
 
+class SelectionSection(Section):
+    """Which round's model is kept, and when a run stops early. It needs data.validation."""
+
+    keep: Literal["last", "best"] = "last"
+    """The model that is kept: that of the last round, or the best one on validation data."""
+    patience: int | None = Field(None, ge=1)
+    """Evaluations without a better model after which the run stops. Left out: it goes on."""
+    min_delta: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """By how much a model must be better to count as better."""
+    over: Literal["mean", "worst"] = "mean"
+    """What is compared over sizes: their mean, or the worst one."""
+
+
 class FlowerSection(Section):
     """How a run on Flower is carried out. The local engine uses only the quorum."""
 
@@ -272,6 +285,7 @@ class Config(Section):
     privacy: PrivacySection = PrivacySection()
     secure_aggregation: AnySecureAggregationSection = AnySecureAggregationSection()
     run: RunSection = RunSection()
+    selection: SelectionSection = SelectionSection()
     flower: FlowerSection = FlowerSection()
 
     @field_validator("method", mode="before")

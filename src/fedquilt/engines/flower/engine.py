@@ -107,6 +107,7 @@ class FlowerEngine:
         self._run_name, self._structure_hash = run_name, hash_structure(structure)
         self._token_prefix, self._token_numbers = secrets.token_hex(4), itertools.count()
         self._versions: dict[int, int] = {}
+        self._after: dict[int, int] = {}  # versions that new ones come after
         self._used_versions: tuple[Mapping[int, int], ...] = ()
         self.on_progress: OnProgress = ignore_progress
 
@@ -136,9 +137,9 @@ class FlowerEngine:
         """The version of each client's state; the state itself is on the client's disk."""
         return dict(self._versions)
 
-    def restore(self, versions: Mapping[int, int]) -> None:
+    def restore(self, versions: Mapping[int, int], *, after: Mapping[int, int] = {}) -> None:
         """Goes back to these versions of clients' states; the next messages ask for them."""
-        self._versions = dict(versions)
+        self._versions, self._after = dict(versions), dict(after)
 
     def remove_unused(self, *used: Mapping[int, int]) -> None:
         """Lets clients remove all other versions, with the next message to each."""
@@ -149,6 +150,9 @@ class FlowerEngine:
         self._server_engine.close()
         self._scratch.close()
 
+    def _next_version(self, client: int) -> int:
+        return max(self._versions.get(client, NO_STATE), self._after.get(client, NO_STATE)) + 1
+
     def _make_header(self, client: int) -> MessageHeader:
         current = self._versions.get(client, NO_STATE)
         used = {versions[client] for versions in self._used_versions if client in versions}
@@ -156,7 +160,7 @@ class FlowerEngine:
             run=self._run_name,
             token=f"{self._token_prefix}-{next(self._token_numbers)}",
             state=current,
-            next=current + 1,
+            next=self._next_version(client),
             keep=tuple(sorted({*used, current} - {NO_STATE})),
             deadline=self._timeouts.client or 0.0,
             structure=self._structure_hash,
@@ -167,7 +171,7 @@ class FlowerEngine:
             return result
         update = result.update
         if result.saved_state:
-            self._versions[update.client] = self._versions.get(update.client, NO_STATE) + 1
+            self._versions[update.client] = self._next_version(update.client)
         tensors = flat_tensors.read_flat(result.path, result.slots)
         result.path.unlink(missing_ok=True)
         return replace(update, params=flat_tensors.split_parts(tensors, len(update.subnets)))
