@@ -40,6 +40,11 @@ def structure() -> Structure:
     return declare_structure(Table(), AXES)
 
 
+@pytest.fixture(scope="session")
+def table() -> Table:
+    return Table()
+
+
 @pytest.fixture
 def params() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)

@@ -45,7 +45,7 @@ def holdings(draw) -> tuple[Subnet, ...]:
     return (subnet,)
 
 
-cohorts = st.lists(holdings(), min_size=1, max_size=6)
+cohorts = st.lists(holdings(), max_size=6)
 
 
 def number_cells(structure: Structure) -> dict[str, torch.Tensor]:
@@ -202,6 +202,16 @@ def test_named_tensors_alone_are_divided(structure, params):
     rings = find_rings(structure, [(structure.subnet(0.5),)], names=["a", "scalar"])
     assert rings.names == ("a", "scalar")
     assert set(rings.scatter_global(rings.gather_global(params), params)) == set(params)
+
+
+def test_models_of_private_tensors_alone_have_no_shared_ones(structure, params):
+    bases = {f"{name}@{owner}": tensor for name, tensor in params.items() for owner in "xy"}
+    holdings = [(Subnet().with_private(owner, "*"),) for owner in "xy"]
+    rings = find_rings(structure, holdings, names=["a", "b"])
+    moved = {n: v + 1 for n, v in rings.gather_global(bases).items() if rings[n].holders}
+    after = rings.scatter_global(moved, bases)
+    assert after.keys() == bases.keys()
+    assert all(after[f"{n}@{o}"].equal(bases[f"{n}@{o}"] + 1) for n in "ab" for o in "xy")
 
 
 def test_a_cell_that_a_client_has_twice_is_refused(structure):

@@ -11,11 +11,11 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Task
+from fedquilt.federation.threads import single_thread
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cut import copy_subnet_tensors
 from fedquilt.training.context import ClientContext
 from fedquilt.training.local_sgd import LocalSGD
-from fedquilt.training.threads import single_thread
 
 
 def test_fedavg_weighs_clients_by_their_examples(world, local_training):

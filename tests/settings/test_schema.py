@@ -10,7 +10,7 @@ import typer.main
 from fedquilt.cli import app
 from fedquilt.cli.setting_options import TRAIN_OPTIONS, describe_setting
 from fedquilt.errors import ConfigError
-from fedquilt.federation.aggregation import SERVER_OPTIMIZERS
+from fedquilt.federation.aggregation import AGGREGATORS, SERVER_OPTIMIZERS
 from fedquilt.methods import METHODS
 from fedquilt.settings.load import load_config, override_settings
 from fedquilt.settings.resolve import (
@@ -29,6 +29,7 @@ OPTIONS = {option.name: option for option in typer.main.get_command(app).command
 TYPED = {
     "data": ("mnist", "mnist"),
     "method": ("fedavg", "fedavg"),
+    "aggregation": ("median", "median"),
     "model": ("mlp", "mlp"),
     "rounds": ("3", 3),
     "clients": ("7", 7),
@@ -37,6 +38,7 @@ TYPED = {
     "fraction": ("0.5", 0.5),
     "lr": ("0.25", 0.25),
     "server_optimizer": ("fedadam", "fedadam"),
+    "optimizer": ("adam", "adam"),
     "seed": ("4", 4),
     "device": ("cuda:1", "cuda:1"),
     "workers": ("0", 0),
@@ -126,8 +128,11 @@ def test_local_training_is_described_once():
 def test_every_setting_is_described():
     for name in METHODS:
         for server_optimizer in SERVER_OPTIMIZERS:
-            settings = list_settings(name, server_optimizer)
+            settings = list_settings(method=name, server_optimizer=server_optimizer)
             assert [n for n, field in settings.items() if not field.description] == []
+    for aggregation in AGGREGATORS:
+        settings = list_settings(aggregation=aggregation)
+        assert [n for n, field in settings.items() if not field.description] == []
 
 
 @pytest.mark.parametrize(("option", "setting"), TRAIN_OPTIONS.items())

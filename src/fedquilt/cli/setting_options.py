@@ -26,6 +26,7 @@ TRAIN_OPTIONS = {  # parameter of the command -> setting
     "optimizer": "local_training.optimizer",
     "lr": "local_training.lr",
     "server_optimizer": "server_optimizer.name",
+    "aggregation": "aggregation.name",
     "seed": "seed",
     "device": "run.device",
     "workers": "run.workers",

@@ -112,7 +112,7 @@ def _accepts(settings: Mapping[str, Any], name: str, value: Any) -> bool:
 def _find_type(settings: Mapping[str, Any], name: str) -> Any:
     """The type of a setting with its range; None if it is not known."""
     method = str(settings.get(METHOD, DEFAULT_METHOD))
-    known = list_settings(method if method in METHODS else DEFAULT_METHOD)
+    known = list_settings(method=method if method in METHODS else DEFAULT_METHOD)
     if name in known:
         field = known[name]
         kind: Any = field.annotation

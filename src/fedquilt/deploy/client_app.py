@@ -38,11 +38,11 @@ from fedquilt.engines.flower.codec import NO_STATE, MessageHeader
 from fedquilt.engines.flower.engine import hash_structure
 from fedquilt.errors import ConfigError
 from fedquilt.federation.state import Setup
+from fedquilt.federation.threads import single_thread
 from fedquilt.settings.resolve import build_method
 from fedquilt.settings.schema import Config
 from fedquilt.training.context import ClientContext
 from fedquilt.training.serialization import list_functions
-from fedquilt.training.threads import single_thread
 
 MAX_SESSIONS = 4  # of a process that works for several clients in turn
 

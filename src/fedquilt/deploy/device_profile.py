@@ -12,13 +12,13 @@ from torch import nn
 
 from fedquilt.data import ClientData
 from fedquilt.federation.state import Setup
+from fedquilt.federation.threads import single_thread
 from fedquilt.learning.batch import as_batch, bind_batch
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cost import compute_cost
 from fedquilt.structure.cut import build_module
 from fedquilt.training.optimizers import make_optimizer
 from fedquilt.training.settings import LocalTraining
-from fedquilt.training.threads import single_thread
 
 WIDTHS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 NUM_STEPS = 3  # timed steps, after one warm-up step

@@ -23,12 +23,12 @@ from fedquilt.engines.client_work import run_task
 from fedquilt.engines.local import LocalEngine
 from fedquilt.engines.worker import Timeouts
 from fedquilt.federation.client import Failure, Task, Update
+from fedquilt.federation.threads import single_thread
 from fedquilt.structure.cut import compute_shapes
 from fedquilt.structure.dispatch import Interceptor, unfused_kernels
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.evaluate import Evaluate
-from fedquilt.training.threads import single_thread
 
 
 @dataclass

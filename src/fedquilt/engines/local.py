@@ -23,7 +23,6 @@ from torch import nn
 
 from fedquilt.data import ClientData
 from fedquilt.devices import CPU, is_out_of_memory
-from fedquilt.engines import flat_tensors
 from fedquilt.engines.client_state import ClientStateStore, read_client_state, write_client_state
 from fedquilt.engines.client_work import describe_exception, run_task
 from fedquilt.engines.engine import OnProgress, ignore_progress
@@ -35,12 +34,13 @@ from fedquilt.engines.worker import (
     WorkReply,
     WorkRequest,
 )
+from fedquilt.federation import flat_tensors
 from fedquilt.federation.client import Failure, Task, Update
+from fedquilt.federation.threads import single_thread
 from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
-from fedquilt.training.threads import single_thread
 
 Data = Mapping[str, Mapping[int, ClientData]]  # split -> client -> examples
 SHARED_MEMORY = Path("/dev/shm")

@@ -30,10 +30,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fedquilt.devices import has_accelerator, is_accelerator, is_out_of_memory
-from fedquilt.engines import flat_tensors
 from fedquilt.engines.client_state import read_client_state, write_client_state
 from fedquilt.engines.client_work import describe_exception, run_task
 from fedquilt.errors import ConfigError
+from fedquilt.federation import flat_tensors
 from fedquilt.federation.client import Recipe, Task
 from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet

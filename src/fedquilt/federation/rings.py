@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedquilt.errors import StructureError
+from fedquilt.federation.ring_layout import RingLayout, Vectors, lay_out
 from fedquilt.federation.state import Setup
 from fedquilt.structure.cut import (
     Index,
@@ -56,9 +57,9 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import named_tensors
 
 Holding = tuple[Subnet, ...]  # what one client holds; every cell at most once
-Vectors = Mapping[int, Tensor]  # a flat vector for some of the rings, by their numbers
 Words = NDArray[np.uint64]  # sets of parts as bits; the last axis is of words of 64
 BITS = 64
+MAX_LAYOUTS = 16  # that are kept; each is as large as its holding
 
 
 @dataclass(frozen=True)
@@ -72,50 +73,6 @@ class Ring:
 
     holders: tuple[int, ...]
     num_cells: int
-
-
-@dataclass(frozen=True, eq=False)
-class RingLayout:
-    """Where the cells of each ring lie among the flattened tensors of one holding.
-
-    Args:
-        rings: The numbers of its rings, ascending.
-        sizes: The number of cells in each of them.
-        places: The tensors in the order in which they are flattened: the number of the subnet, the
-            name, and the global name.
-        order: The position of every cell of the first ring, of the second, and so on.
-    """
-
-    rings: tuple[int, ...]
-    sizes: tuple[int, ...]
-    places: tuple[tuple[int, str, str], ...]
-    order: Tensor
-
-    def gather(self, tensors: Sequence[Params]) -> dict[int, Tensor]:
-        """Flattens the tensors of each subnet to one vector per ring."""
-        if not self.places:
-            return {}
-        flat = torch.cat([tensors[part][name].reshape(-1) for part, name, _ in self.places])
-        vectors = flat.index_select(0, self.order).split(self.sizes)
-        return dict(zip(self.rings, vectors, strict=True))
-
-    def scatter(self, vectors: Vectors, like: Sequence[Params]) -> tuple[dict[str, Tensor], ...]:
-        """The tensors ``like`` with the cells of the given rings replaced; nothing is changed."""
-        scattered = tuple(dict(tensors) for tensors in like)
-        if not self.places or not any(ring in vectors for ring in self.rings):
-            return scattered
-        old = [like[part][name] for part, name, _ in self.places]
-        missing = [ring for ring in self.rings if ring not in vectors]
-        kept = self.gather(like) if missing else {}
-        values = torch.cat([vectors.get(ring, kept.get(ring, _EMPTY)) for ring in self.rings])
-        flat = torch.empty_like(values).index_copy_(0, self.order.long(), values)
-        pieces = flat.split([tensor.numel() for tensor in old])
-        for (part, name, _), tensor, piece in zip(self.places, old, pieces, strict=True):
-            scattered[part][name] = piece.reshape(tensor.shape).to(tensor.dtype)
-        return scattered
-
-
-_EMPTY = torch.empty(0)
 
 
 class Rings:
@@ -198,21 +155,25 @@ class Rings:
         return labels
 
     def layout(self, holding: Sequence[Subnet]) -> RingLayout:
-        """Where the rings of a holding lie among its tensors."""
+        """Where the rings of a holding lie among its tensors; the last few are kept."""
         number = self.find_holding(holding)
-        if number not in self._layouts:
+        layout = self._layouts.pop(number, None)
+        if layout is None:
             rank = {target: i for i, target in enumerate(self._shapes)}
             places = sorted(self._places[number], key=lambda place: rank[place[2]])
             cells = self._cells[number]
             labels = [view_cells(self._labels[t], cells[t]).reshape(-1) for _, _, t in places]
-            self._layouts[number] = _lay_out(tuple(places), labels)
-        return self._layouts[number]
+            layout = lay_out(tuple(places), labels)
+        if len(self._layouts) >= MAX_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        self._layouts[number] = layout
+        return layout
 
     @cached_property
     def global_layout(self) -> RingLayout:
         """Where all rings lie among the global tensors; each is named as itself."""
         places = tuple((0, target, target) for target in self._shapes)
-        return _lay_out(places, [self._labels[target].reshape(-1) for target in self._shapes])
+        return lay_out(places, [self._labels[target].reshape(-1) for target in self._shapes])
 
     def gather(self, holding: Sequence[Subnet], tensors: Sequence[Params]) -> dict[int, Tensor]:
         """Flattens a holding's tensors to one vector per ring, by the number of the ring.
@@ -316,7 +277,7 @@ class Rings:
         Returns:
             A set of holders for each combination of classes, and the class of every position.
         """
-        words = -(-len(self.holdings) // BITS)
+        words = -(-max(len(self.holdings), 1) // BITS)
         held = [
             (n // BITS, np.uint64(1 << n % BITS), cells[target])
             for n, cells in enumerate(self._cells)
@@ -402,16 +363,6 @@ def _list_places(
         for name in structure.tensor_names(subnet)
         if name in names
     ]
-
-
-def _lay_out(places: tuple[tuple[int, str, str], ...], labels: Sequence[Tensor]) -> RingLayout:
-    if not places:
-        return RingLayout((), (), (), torch.empty(0, dtype=torch.int32))
-    flat = torch.cat(list(labels))
-    order = flat.argsort(stable=True)  # row by row, as tensors and the global model are
-    rings, sizes = flat.unique(return_counts=True)
-    small = order.to(torch.int32) if len(order) < 2**31 else order
-    return RingLayout(tuple(rings.tolist()), tuple(sizes.tolist()), places, small)
 
 
 def _number_rows(rows: Words) -> tuple[NDArray[np.int64], Words]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fedquilt.federation.aggregation import SERVER_OPTIMIZERS
+from fedquilt.federation.aggregation import AGGREGATORS, SERVER_OPTIMIZERS, TRANSFORMS
 from fedquilt.methods.adds import ADDS
 from fedquilt.methods.adversarial import fedavg_at, fedavg_oat
 from fedquilt.methods.apfl import APFL, FedPA, fed_uniform
@@ -49,6 +49,8 @@ METHODS: dict[str, Callable[..., Method]] = {
 METHOD_CLASSES: tuple[type, ...] = (
     *{type(make()) for make in METHODS.values()},
     *SERVER_OPTIMIZERS.values(),
+    *AGGREGATORS.values(),
+    *TRANSFORMS,
 )
 
 __all__ = [

@@ -12,7 +12,11 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.aggregation import (
     TAKE_MEAN,
     AggregationPipeline,
+    Aggregator,
+    Median,
+    RobustAggregator,
     ServerOptimizer,
+    UpdateTransform,
     chain,
 )
 from fedquilt.federation.budgets import LEVELS
@@ -92,6 +96,9 @@ class BaseMethod(MethodTraits):
         statistics_batch: The size of the batches that these statistics are taken from.
         server_optimizer: What the server makes of the mean, such as ``FedAdam(lr=0.01)``. By
             default it takes the mean itself.
+        aggregator: What takes the place of the mean, such as ``TrimmedMean(hostile=2)``. A robust
+            rule also has clients' statistics of a closing query merged by their median.
+        transforms: What is done to each update before, such as ``ClipNorm(1.0)``.
 
     >>> from dataclasses import dataclass, field
     >>> import fedquilt as fq
@@ -110,6 +117,8 @@ class BaseMethod(MethodTraits):
     query_statistics: bool | None = None
     statistics_batch: Count = 50
     server_optimizer: ServerOptimizer = TAKE_MEAN
+    aggregator: Aggregator | None = None
+    transforms: tuple[UpdateTransform, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuses settings that are not of their types, or out of range."""
@@ -198,9 +207,39 @@ class BaseMethod(MethodTraits):
         if self.server_optimizer != TAKE_MEAN:
             raise ConfigError(f"{reason}; leave out server_optimizer, got {self.server_optimizer}")
 
+    def refuse_parts(self, reason: str) -> None:
+        """Raises a ConfigError if there is an aggregator or a transform, which have no place."""
+        if self.aggregator is not None or self.transforms:
+            given = ", ".join(map(str, filter(None, (self.aggregator, *self.transforms))))
+            raise ConfigError(f"{reason}; leave out aggregator and transforms, got {given}")
+
     def aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:
         """Statistics are averaged, each batch counting once; what was trained, as a method does."""
-        return chain() if phase == QUERY else self.training_aggregation(setup, phase)
+        is_robust = isinstance(self.aggregator, RobustAggregator)
+        if phase == QUERY:  # where no value of the server would do: so any number of clients must
+            return chain(Median(hostile=0)) if is_robust else chain()
+        own = self.training_aggregation(setup, phase)
+        if self.aggregator is None and not self.transforms:
+            return own
+        if setup.structure.match_names(self.local_params) >= setup.structure.shapes.keys():
+            self.refuse_parts("all tensors stay on the clients, and nothing is merged")
+        if is_robust:
+            self._require_enough_clients(setup, phase)
+        return own.with_parts(self.aggregator, self.transforms)
+
+    def _require_enough_clients(self, setup: Setup, phase: str) -> None:
+        assert isinstance(self.aggregator, RobustAggregator)
+        for asked in self.phases(setup):
+            count = asked.count_needed(setup.clients)
+            if asked.name == phase and not self.aggregator.is_enough(count):
+                needed = self.aggregator.count_needed(len(setup.clients))
+                remedy = "lower hostile"
+                if needed is not None:
+                    remedy += f", or ask at least {needed} of {len(setup.clients)} (fraction)"
+                raise ConfigError(
+                    f"{self.aggregator} withstands hostile={self.aggregator.hostile:g} only among "
+                    f"more clients than the {count} of a round; {remedy}"
+                )
 
     def training_aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:
         """Composes the aggregation of a phase that is not the closing query.

@@ -49,6 +49,11 @@ class Centralised(BaseMethod):
         """The server has all data."""
         return "the server gathers the data of all clients"
 
+    def __post_init__(self) -> None:
+        """Refuses parts of an aggregation."""
+        super().__post_init__()
+        self.refuse_parts("centralised training merges no updates")
+
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """The whole net is trained, whatever clients can afford."""
         return describe_ignored_budgets(setup)

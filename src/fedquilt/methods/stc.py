@@ -195,16 +195,26 @@ class TernaryDecoder(Decoder):
 
 @dataclass(frozen=True)
 class MeanChange(Aggregator):
-    """Line 18: the mean of the changes of the weights of ``whole``."""
+    """Line 18: the mean of the changes of the weights of ``whole``, or what takes its place."""
 
     whole: Subnet
+    rule: Aggregator = field(default_factory=Mean)
     takes_changes = True
+
+    def __post_init__(self) -> None:
+        """States of itself what holds for the rule."""
+        object.__setattr__(self, "is_linear", self.rule.is_linear)  # the dataclass is frozen
+        object.__setattr__(self, "needs_all_updates", self.rule.needs_all_updates)
+
+    def replaced_by(self, rule: Aggregator) -> Aggregator:
+        """The same with another rule than the mean."""
+        return replace(self, rule=rule)
 
     def aggregate(self, setup: Setup, state: State, updates: Iterable[Update]) -> Aggregate:
         """Averages from zero, instead of from the server's values."""
         weights = select_weights(setup, state, self.whole)
         nothing = unflatten_weights(zero_change(weights), weights)
-        return Mean().aggregate(setup, replace(state, params=nothing), updates)
+        return self.rule.aggregate(setup, replace(state, params=nothing), updates)
 
 
 @dataclass(frozen=True)

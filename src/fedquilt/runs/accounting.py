@@ -45,6 +45,7 @@ class RoundAccounting:
         self.clients: list[ClientRecord] = []
         self.secure: SecureRound | None = None
         self._lost: str | None = None
+        self.merging: dict[str, float] = {}  # numbers about the aggregation
 
     def filter_valid(
         self, tasks: Sequence[Task], results: Iterable[Update | Failure]

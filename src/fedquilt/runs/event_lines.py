@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.summary import get_main_value
+from fedquilt.federation.aggregation.robust import HELD_CELLS, KEPT_CELLS
 from fedquilt.federation.client import client_label
 from fedquilt.formatting import format_count, format_percent
 from fedquilt.runs.events import (
@@ -121,6 +122,7 @@ def _describe_round(event: RoundDone, num_rounds: int) -> str:
         f"{event.num_clients} client{'s' if event.num_clients != 1 else ''}",
         f"{len(event.failures)} failed" if event.failures else "",
         "" if event.privacy is None else str(event.privacy),
+        _describe_kept(event.merging),
         f"{event.seconds:.1f} s",
     )
 
@@ -139,6 +141,18 @@ def _describe_stop(event: StoppedEarly, num_rounds: int) -> str:
     return _join_facts(
         f"round {event.round}/{num_rounds}", f"no better model in {evaluations}{best}", "stopping"
     )
+
+
+def _describe_kept(merging: Mapping[str, float]) -> str:
+    """The part of the cells that a robust rule did not merge.
+
+    >>> _describe_kept({HELD_CELLS: 200, KEPT_CELLS: 30})
+    '15.0% of cells kept: too few updates'
+    """
+    kept = merging.get(KEPT_CELLS, 0)
+    if not kept:
+        return ""
+    return f"{format_percent(kept / merging[HELD_CELLS])} of cells kept: too few updates"
 
 
 def _join_facts(*facts: str) -> str:

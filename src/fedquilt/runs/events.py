@@ -121,6 +121,8 @@ class RoundDone:
         privacy: What a private run has spent so far; None: it is not private. Then the numbers of
             clients and bytes are expected ones, and nothing is told of single clients.
         secure: What the secure sum of the round was of; None without secure aggregation.
+        merging: Numbers about the aggregation, such as how many cells kept the server's values
+            because a robust rule had too few updates of them.
     """
 
     round: int
@@ -138,6 +140,7 @@ class RoundDone:
     clients: tuple[ClientRecord, ...] = ()
     privacy: PrivacySpent | None = None
     secure: SecureRound | None = None
+    merging: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def local_accuracy(self) -> float | None:

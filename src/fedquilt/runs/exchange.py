@@ -68,7 +68,9 @@ class PlainExchange:
     ) -> State:
         """Merges valid updates as they come."""
         results = engine.run(tasks, **({} if enough is None else {"enough": enough}))
-        return pipeline.merge(self.setup, state, accounting.filter_valid(tasks, results))
+        merged = pipeline.merge_round(self.setup, state, accounting.filter_valid(tasks, results))
+        accounting.merging = dict(merged.metrics)
+        return merged.state
 
 
 def make_exchange(setup: Setup, secure: SecureAggregation | None) -> Exchange:

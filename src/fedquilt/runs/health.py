@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from fedquilt.federation.aggregation.robust import HELD_CELLS, KEPT_CELLS
 from fedquilt.federation.client import NOT_NEEDED, Failure
 
 Record = Mapping[str, Any]  # of a round or of an evaluation, as a run writes it down
@@ -36,7 +37,7 @@ class Finding:
     """Something that whoever runs this should know.
 
     ``kind`` is ``loss``, ``chance``, ``parted``, ``diverged``, ``odd loss``, ``odd data``,
-    ``failing`` or ``untested``; ``clients`` are those that it is about.
+    ``failing``, ``kept`` or ``untested``; ``clients`` are those that it is about.
     """
 
     kind: str
@@ -59,6 +60,7 @@ def find_problems(records: Sequence[Record], num_classes: int | None) -> tuple[F
         *_find_odd_losses(trained, guess),
         *_find_odd_data([*trained, *([last] if last else [])]),
         *_find_failing(recent),
+        *_find_kept_cells(recent),
     ]
     if last is not None:
         found += [*_find_chance_level(last, num_classes), *_find_untested(last)]
@@ -78,6 +80,22 @@ def _find_still(rounds: Sequence[Record], guess: float | None) -> Iterable[Findi
             f"the training loss does not fall: {first:.4g} in the first rounds and {late:.4g} "
             "or more in the last; try another learning rate (local_training.lr), and look at "
             "the data",
+        )
+
+
+def _find_kept_cells(rounds: Sequence[Record]) -> Iterable[Finding]:
+    """Cells that a robust rule never merged."""
+    merging = [record["merging"] for record in rounds if KEPT_CELLS in record.get("merging", {})]
+    if len(merging) < FEWEST_ROUNDS:
+        return
+    share = min(numbers[KEPT_CELLS] / max(numbers[HELD_CELLS], 1) for numbers in merging)
+    if share > 0:
+        yield Finding(
+            "kept",
+            True,
+            f"{100 * share:.1f}% of the cells that clients train are never merged, because too few "
+            "clients hold them for the hostile ones that aggregation.hostile allows; lower it, "
+            "or let more clients train the largest sizes",
         )
 
 

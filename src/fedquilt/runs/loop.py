@@ -212,6 +212,7 @@ class TrainingLoop:
             accounting.scales,
             tuple(accounting.clients),
             secure=accounting.secure,
+            merging=accounting.merging,
         )
         if self.privacy is not None:
             done = self.privacy.conceal(done, state)

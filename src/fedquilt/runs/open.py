@@ -23,7 +23,7 @@ from fedquilt.structure.budget import Budget
 from fedquilt.structure.tensors import named_tensors
 
 # settings that a finished model does not depend on
-TRAINING = ("local_training", "fraction", "server_optimizer")
+TRAINING = ("local_training", "fraction", "server_optimizer", "aggregator", "transforms")
 
 
 def open_run(

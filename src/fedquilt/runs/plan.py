@@ -78,9 +78,7 @@ def start_run(plan: RunPlan) -> PreparedRun:
     _check(plan, resume=False)
     plan = _make_private(plan)
     report = _load_weights(plan)
-    setup = plan.method.prepare_model(plan.setup)
-    _check_secure(plan, setup)
-    return PreparedRun(plan, setup, load_report=report)
+    return PreparedRun(plan, _prepare(plan), load_report=report)
 
 
 def resume_run(plan: RunPlan) -> PreparedRun:
@@ -99,9 +97,16 @@ def resume_run(plan: RunPlan) -> PreparedRun:
         raise CheckpointError(
             f"{directory} was started with another model ({problem})"
         ) from problem
+    return PreparedRun(plan, _prepare(plan), is_resumed=True)
+
+
+def _prepare(plan: RunPlan) -> Setup:
+    """The setup with the model that is trained; parts that do not go together are refused."""
     setup = plan.method.prepare_model(plan.setup)
+    for phase in plan.method.phases(setup):
+        plan.method.aggregation(setup, phase.name)
     _check_secure(plan, setup)
-    return PreparedRun(plan, setup, is_resumed=True)
+    return setup
 
 
 def _check(plan: RunPlan, *, resume: bool) -> None:

@@ -38,6 +38,8 @@ def encode_event(event: RoundDone | Evaluated, structure: Structure) -> dict[str
         for name in DERIVED:
             del record[name]
         record[COLUMNS] = _encode_clients(event.clients, structure)
+        if not event.merging:  # as with the mean
+            del record["merging"]
     del record["seconds"]
     return {name: value for name, value in record.items() if name not in OPTIONAL or value}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,18 @@ from fedquilt.data import Dataset, Normalize, Pipeline, load_dataset, make_pipel
 from fedquilt.data.pipeline import get_augmentation
 from fedquilt.data.population import Population, make_clients
 from fedquilt.errors import ConfigError, StructureError, describe_unknown
-from fedquilt.federation.aggregation import SERVER_OPTIMIZERS, TAKE_MEAN, ServerOptimizer
+from fedquilt.federation.aggregation import (
+    AGGREGATORS,
+    SERVER_OPTIMIZERS,
+    TAKE_MEAN,
+    Aggregator,
+    CapWeight,
+    ClipNorm,
+    ClipQuantile,
+    EqualWeights,
+    ServerOptimizer,
+    UpdateTransform,
+)
 from fedquilt.federation.budgets import BudgetDistribution
 from fedquilt.federation.privacy import Privacy
 from fedquilt.federation.privacy.settings import choose_sampling
@@ -29,7 +40,14 @@ from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
 from fedquilt.models import find_factory, make_model
 from fedquilt.settings.load import load_config, override_settings
-from fedquilt.settings.schema import DEFAULT_CLIENTS, Config, DataSection, ModelSection
+from fedquilt.settings.schema import (
+    DEFAULT_AGGREGATOR,
+    DEFAULT_CLIENTS,
+    AggregationSection,
+    Config,
+    DataSection,
+    ModelSection,
+)
 from fedquilt.settings.toml import dump_toml, parse_dump
 from fedquilt.structure.create import trace_structure
 from fedquilt.structure.measure import SHORT_LENGTHS, is_recurrent
@@ -64,7 +82,12 @@ def build_method(config: Config) -> Method:
             "leave out server_optimizer"
         )
     method = factory(local_training=local_training, **options)
-    return method.make_private() if build_privacy(config) is not None else method
+    if build_privacy(config) is not None:
+        method = method.make_private()
+    aggregator, transforms = build_aggregator(config), build_transforms(config)
+    if aggregator is None and not transforms:
+        return method
+    return replace(method, aggregator=aggregator, transforms=transforms)  # type: ignore[type-var]
 
 
 def build_local_training(default: LocalTraining, given: Mapping[str, Any]) -> LocalTraining:
@@ -124,6 +147,30 @@ def build_privacy(config: Config) -> Privacy | None:
 def choose_config_sampling(config: Config) -> Sampling:
     """Finds how cohorts are drawn."""
     return choose_sampling(config.sampling, build_privacy(config))
+
+
+def build_aggregator(config: Config) -> Aggregator | None:
+    """Makes the rule that the settings name; None: the mean of the method."""
+    section = config.aggregation
+    if section.name == DEFAULT_AGGREGATOR:
+        return None
+    own = section.model_dump(exclude={"name", *AggregationSection.model_fields})
+    return AGGREGATORS[section.name](**own)
+
+
+def build_transforms(config: Config) -> tuple[UpdateTransform, ...]:
+    """Makes the transforms of updates that the settings name."""
+    section = config.aggregation
+    transforms: list[UpdateTransform] = []
+    if section.clip_norm is not None:
+        transforms.append(ClipNorm(section.clip_norm))
+    if section.clip_quantile is not None:
+        transforms.append(ClipQuantile(section.clip_quantile, section.clip_per_ring))
+    if section.max_weight is not None:
+        transforms.append(CapWeight(section.max_weight))
+    if section.equal_weights:
+        transforms.append(EqualWeights())
+    return tuple(transforms)
 
 
 def build_server_optimizer(config: Config) -> ServerOptimizer:

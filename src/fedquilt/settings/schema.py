@@ -15,18 +15,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
-from fedquilt.federation.aggregation import SERVER_OPTIMIZERS
+from fedquilt.federation.aggregation import AGGREGATORS, SERVER_OPTIMIZERS
 from fedquilt.federation.privacy import Privacy
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Sampling
 from fedquilt.methods import METHODS
-from fedquilt.ranges import NotNegative
+from fedquilt.ranges import Fraction, NotNegative, Positive
 from fedquilt.settings.derive import derive_section, list_arguments
 from fedquilt.training.settings import LocalTraining
 
 DEFAULT_CLIENTS = 10
 DEFAULT_METHOD = "heterofl"
 DEFAULT_SERVER_OPTIMIZER = "sgd"
+DEFAULT_AGGREGATOR = "mean"
+DEFAULTS = {
+    "method": DEFAULT_METHOD,
+    "server_optimizer": DEFAULT_SERVER_OPTIMIZER,
+    "aggregation": DEFAULT_AGGREGATOR,
+}
+SECTIONS_OF_THEIR_OWN = ("local_training", "aggregator", "transforms")  # no settings of a method
 JSON_SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -108,6 +115,21 @@ class ServerOptimizerSection(Choice):
     """What the server makes of the mean of the updates."""
 
 
+class AggregationSection(Choice):
+    """How the updates of a round become one: a rule, and what is done to each update before."""
+
+    clip_norm: Positive | None = None
+    """Largest norm of a client's change. Left out: no limit."""
+    clip_quantile: Fraction | None = None
+    """Changes are shortened to this quantile of the round's norms; 0.5: their median."""
+    clip_per_ring: bool = False
+    """Whether the quantile is of each ring by itself: of cells with the same holders."""
+    equal_weights: bool = False
+    """Whether every update counts the same. Robust rules always count so."""
+    max_weight: Positive | None = None
+    """Largest weight of an update. Left out: no limit."""
+
+
 class RunSection(Section):
     """How a run is carried out. Here only the device changes results, and only by rounding."""
 
@@ -179,7 +201,8 @@ def _derive_choices(
     sections: dict[str, Any] = {}
     for name, factory in factories.items():
         arguments = list_arguments(factory)
-        arguments.pop("local_training", None)  # a section of its own
+        for section in SECTIONS_OF_THEIR_OWN:
+            arguments.pop(section, None)
         # a section without a name is the default's, so that one section at most fits
         sections[name] = derive_section(
             f"{name}-{base.__name__}",
@@ -245,18 +268,23 @@ SERVER_OPTIMIZER_SECTIONS = _derive_choices(
     DEFAULT_SERVER_OPTIMIZER,
     ServerOptimizerSection,
 )
+AGGREGATION_SECTIONS = _derive_choices(
+    "How the updates of a round become one.", AGGREGATORS, DEFAULT_AGGREGATOR, AggregationSection
+)
 CHOICES: Mapping[str, Mapping[str, type[Choice]]] = {
     "method": METHOD_SECTIONS,
     "server_optimizer": SERVER_OPTIMIZER_SECTIONS,
+    "aggregation": AGGREGATION_SECTIONS,
 }
 if TYPE_CHECKING:
     AnyMethodSection = MethodSection
     AnyServerOptimizerSection = ServerOptimizerSection
+    AnyAggregationSection = AggregationSection
     LocalTrainingSection = Section
     PrivacySection = Section
     AnySecureAggregationSection = SecureAggregationSection
 else:
-    AnyMethodSection, AnyServerOptimizerSection = (
+    AnyMethodSection, AnyServerOptimizerSection, AnyAggregationSection = (
         Annotated[reduce(operator.or_, sections.values()), Field(discriminator="name")]
         for sections in CHOICES.values()
     )
@@ -284,6 +312,9 @@ class Config(Section):
     ](name=DEFAULT_SERVER_OPTIMIZER)
     privacy: PrivacySection = PrivacySection()
     secure_aggregation: AnySecureAggregationSection = AnySecureAggregationSection()
+    aggregation: AnyAggregationSection = AGGREGATION_SECTIONS[DEFAULT_AGGREGATOR](  # type: ignore[assignment]
+        name=DEFAULT_AGGREGATOR
+    )
     run: RunSection = RunSection()
     selection: SelectionSection = SelectionSection()
     flower: FlowerSection = FlowerSection()
@@ -298,6 +329,11 @@ class Config(Section):
     def _name_default_server_optimizer(cls, value: Any) -> Any:
         return _name_choice(value, DEFAULT_SERVER_OPTIMIZER)
 
+    @field_validator("aggregation", mode="before")
+    @classmethod
+    def _name_default_aggregation(cls, value: Any) -> Any:
+        return _name_choice(value, DEFAULT_AGGREGATOR)
+
 
 def _name_choice(section: Any, default: str) -> Any:
     """A section with the name of its choice, which may be written in any case."""
@@ -307,13 +343,10 @@ def _name_choice(section: Any, default: str) -> Any:
     return {**section, "name": name.lower() if isinstance(name, str) else name}
 
 
-def list_sections(
-    method: str = DEFAULT_METHOD, server_optimizer: str = DEFAULT_SERVER_OPTIMIZER
-) -> dict[str, type[BaseModel]]:
-    """Lists the sections of the settings by name, with those of a method and server optimizer."""
+def list_sections(**chosen: str) -> dict[str, type[BaseModel]]:
+    """Lists the sections of the settings by name, with those of a method and other choices."""
     sections: dict[str, type[BaseModel]] = {
-        "method": METHOD_SECTIONS[method],
-        "server_optimizer": SERVER_OPTIMIZER_SECTIONS[server_optimizer],
+        choice: options[chosen.get(choice, DEFAULTS[choice])] for choice, options in CHOICES.items()
     }
     for name, field in Config.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -321,15 +354,16 @@ def list_sections(
     return sections
 
 
-def list_settings(
-    method: str = DEFAULT_METHOD, server_optimizer: str = DEFAULT_SERVER_OPTIMIZER
-) -> dict[str, FieldInfo]:
-    """Lists all settings by dotted name, with those of a method and server optimizer.
+def list_settings(**chosen: str) -> dict[str, FieldInfo]:
+    """Lists all settings by dotted name, with those of a method and other choices.
+
+    Args:
+        chosen: The name of what is chosen for sections with choices, such as ``method``.
 
     >>> list_settings()["data.clients"].description
     'Number of clients. Left out: 10, or all clients of a natural partition.'
     """
-    sections = list_sections(method, server_optimizer)
+    sections = list_sections(**chosen)
     settings = {n: field for n, field in Config.model_fields.items() if n not in sections}
     for section, fields in sections.items():
         settings |= {f"{section}.{name}": field for name, field in fields.model_fields.items()}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import stack_module_state, vmap
 
+from fedquilt.federation.threads import single_thread
 from fedquilt.learning.batch import Batch
 from fedquilt.learning.losses import CROSS_ENTROPY, Loss, OutputLoss
 from fedquilt.structure.tensors import (
@@ -27,7 +28,6 @@ from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.objectives import Objective, PlainLoss
 from fedquilt.training.optimizer_settings import OptimizerSettings, SGDSettings, is_elementwise
 from fedquilt.training.optimizers import WeightOptimizer, make_optimizer
-from fedquilt.training.threads import single_thread
 
 
 class Trainer(Protocol):

@@ -19,8 +19,8 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedquilt.engines import flat_tensors
 from fedquilt.errors import UpdateError
+from fedquilt.federation import flat_tensors
 from fedquilt.federation.client import Task, Update
 from fedquilt.federation.validation import shorten
 from fedquilt.structure.cut import Params, SubnetTensors, copy_subnet_tensors

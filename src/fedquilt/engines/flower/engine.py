@@ -22,13 +22,13 @@ from flwr.serverapp import Grid
 from torch import nn
 
 from fedquilt.data import ClientData
-from fedquilt.engines import flat_tensors
 from fedquilt.engines.engine import OnProgress, ignore_progress
 from fedquilt.engines.flower import codec
 from fedquilt.engines.flower.codec import NO_STATE, MessageHeader
 from fedquilt.engines.local import LocalEngine
 from fedquilt.engines.scratch import ScratchDirectory
 from fedquilt.errors import UpdateError
+from fedquilt.federation import flat_tensors
 from fedquilt.federation.client import NOT_NEEDED, SERVER, Failure, Task, Update
 from fedquilt.structure.serialization import to_json
 from fedquilt.structure.structure import Structure

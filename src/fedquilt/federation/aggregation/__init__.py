@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fedquilt.federation.aggregation.catalog import AGGREGATORS, TRANSFORMS
+from fedquilt.federation.aggregation.coordinate_rules import CoordinateRule, Median, TrimmedMean
 from fedquilt.federation.aggregation.mean import LabelAwareMean, Mean, average
 from fedquilt.federation.aggregation.parts import (
     Aggregate,
@@ -13,6 +15,7 @@ from fedquilt.federation.aggregation.parts import (
     Validator,
 )
 from fedquilt.federation.aggregation.pipeline import AggregationPipeline, PlainDecoder, chain
+from fedquilt.federation.aggregation.robust import RobustAggregator
 from fedquilt.federation.aggregation.server_optimizers import (
     SERVER_OPTIMIZERS,
     TAKE_MEAN,
@@ -23,27 +26,55 @@ from fedquilt.federation.aggregation.server_optimizers import (
     ServerOptimizer,
     ServerSGD,
 )
+from fedquilt.federation.aggregation.transforms import (
+    CapWeight,
+    ClipNorm,
+    ClipQuantile,
+    EqualWeights,
+)
+from fedquilt.federation.aggregation.vector_rules import (
+    CenteredClipping,
+    GeometricMedian,
+    Krum,
+    MultiKrum,
+    VectorRule,
+)
 
 __all__ = [
+    "AGGREGATORS",
     "SERVER_OPTIMIZERS",
     "TAKE_MEAN",
+    "TRANSFORMS",
     "Aggregate",
     "AggregationPipeline",
     "Aggregator",
+    "CapWeight",
+    "CenteredClipping",
+    "ClipNorm",
+    "ClipQuantile",
+    "CoordinateRule",
     "Decoder",
+    "EqualWeights",
     "FedAdagrad",
     "FedAdam",
     "FedAvgM",
     "FedYogi",
+    "GeometricMedian",
+    "Krum",
     "LabelAwareMean",
     "Mean",
+    "Median",
+    "MultiKrum",
     "Part",
     "PlainDecoder",
+    "RobustAggregator",
     "ServerOptimizer",
     "ServerSGD",
     "ServerUpdate",
+    "TrimmedMean",
     "UpdateTransform",
     "Validator",
+    "VectorRule",
     "average",
     "chain",
 ]

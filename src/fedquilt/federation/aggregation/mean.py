@@ -75,6 +75,10 @@ class Mean(Aggregator):
     Mean()
     """
 
+    def replaced_by(self, rule: Aggregator) -> Aggregator:
+        """The rule itself."""
+        return rule
+
     def aggregate(self, setup: Setup, state: State, updates: Iterable[Update]) -> Aggregate:
         """Averages the updates as they come."""
         mean = accumulate(state.params, setup.structure, updates)

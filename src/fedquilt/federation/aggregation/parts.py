@@ -9,8 +9,8 @@ of the kinds below, set the flags that hold for it, and name it in a method's
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -40,6 +40,9 @@ class Part:
 
     needs_metrics: bool = False
     """Whether it reads what single clients report beside their tensors."""
+
+    needs_all_updates: bool = False
+    """Whether it needs all updates at once, as a median does; otherwise they are streamed."""
 
 
 class Decoder(Part, ABC):
@@ -115,6 +118,9 @@ class UpdateTransform(Part, ABC):
     (CapWeight(limit=100.0),)
     """
 
+    needs_values: bool = False
+    """Whether it compares an update with the server's values; some decoders give changes."""
+
     @abstractmethod
     def transform(self, setup: Setup, state: State, update: Update) -> Update:
         """Transforms one update.
@@ -127,6 +133,21 @@ class UpdateTransform(Part, ABC):
         Returns:
             The update that is merged instead.
         """
+
+    def transform_all(
+        self, setup: Setup, state: State, updates: Iterable[Update]
+    ) -> Iterator[Update]:
+        """Transforms the updates of a round as they come.
+
+        A part that has to see all of them first (``needs_all_updates``) overrides this.
+
+        Args:
+            setup: What stays the same during the run.
+            state: The state that the clients of this round were sent.
+            updates: Decoded and validated updates, which are read once.
+        """
+        for update in updates:
+            yield self.transform(setup, state, update)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +174,7 @@ class Aggregate:
         params: Global tensors by name; where no update moved a cell, the server's value.
         trained: For a global name, a mask of the cells that an update with a weight above 0 held.
         replies: The updates that took part, without their tensors.
+        metrics: Numbers about the aggregation, for the record of the round.
 
     >>> import torch
     >>> params, held = {"weight": torch.ones(2)}, torch.tensor([True, False])
@@ -163,6 +185,7 @@ class Aggregate:
     params: Params
     trained: Callable[[str], Tensor]
     replies: tuple[Update, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Aggregator(Part, ABC):
@@ -186,14 +209,24 @@ class Aggregator(Part, ABC):
     takes_changes: bool = False
     """Whether it merges changes of the server's values, as some decoders give, not values."""
 
-    needs_all_updates: bool = False
-    """Whether it holds all updates at once, as a median does; otherwise they are streamed."""
-
     needs_linear_parts: bool = False
     """Whether it sees nothing but sums of updates, as a secure sum does."""
 
     has_public_denominator: bool = False
     """Whether sums are divided by numbers that do not depend on clients' data."""
+
+    def replaced_by(self, rule: Aggregator) -> Aggregator:
+        """The aggregator of a method's pipeline if a user names a rule to merge by.
+
+        Args:
+            rule: Takes the place of the mean.
+
+        Raises:
+            ConfigError: This aggregator is no mean, and cannot be replaced.
+        """
+        raise ConfigError(
+            f"{rule} takes the place of a mean, and this method merges by {self}; leave it out"
+        )
 
     @abstractmethod
     def aggregate(self, setup: Setup, state: State, updates: Iterable[Update]) -> Aggregate:

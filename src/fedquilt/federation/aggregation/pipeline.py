@@ -6,7 +6,7 @@ what they state about themselves decides which of them go together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -37,6 +37,25 @@ class PlainDecoder(Decoder):
     def decode(self, setup: Setup, state: State, update: Update) -> Update:
         """Returns the update itself."""
         return update
+
+
+@dataclass(frozen=True, eq=False)
+class MergedRound:
+    """What came of the updates of a round.
+
+    Args:
+        state: The next state.
+        metrics: Numbers about the aggregation, such as how many cells kept the server's values.
+    """
+
+    state: State
+    metrics: Mapping[str, float]
+
+
+def _note_replies(updates: Iterable[Update], replies: list[Update]) -> Iterator[Update]:
+    for update in updates:
+        replies.append(replace(update, params=()))
+        yield update
 
 
 @dataclass(frozen=True)
@@ -88,6 +107,21 @@ class AggregationPipeline:
         """Whether the next tensors are the aggregate itself."""
         return all(part.keeps_aggregate for part in self.server_updates if part.moves_params)
 
+    def with_parts(
+        self, aggregator: Aggregator | None, transforms: Sequence[UpdateTransform] = ()
+    ) -> AggregationPipeline:
+        """The same pipeline with another aggregator than the mean, and with more transforms.
+
+        Raises:
+            ConfigError: The aggregator is not a mean, or the parts do not go together.
+        """
+        own = self.aggregator
+        return replace(
+            self,
+            aggregator=own if aggregator is None else own.replaced_by(aggregator),
+            transforms=(*self.transforms, *transforms),
+        )
+
     def accept(
         self, setup: Setup, state: State, task: Task, result: Update | Failure
     ) -> Update | Failure:
@@ -112,25 +146,23 @@ class AggregationPipeline:
 
     def merge(self, setup: Setup, state: State, updates: Iterable[Update]) -> State:
         """Merges accepted updates into the next state; they are read once, one at a time."""
+        return self.merge_round(setup, state, updates).state
+
+    def merge_round(self, setup: Setup, state: State, updates: Iterable[Update]) -> MergedRound:
+        """The same as ``merge``, with what there is to record about it."""
         replies: list[Update] = []
-        stream = self._transform(setup, state, updates, replies)
+        stream = _note_replies(updates, replies)
+        for transform in self.transforms:
+            stream = transform.transform_all(setup, state, stream)
         aggregate = self.aggregator.aggregate(setup, state, stream)
-        return self.finish(setup, state, replace(aggregate, replies=tuple(replies)))
+        after = self.finish(setup, state, replace(aggregate, replies=tuple(replies)))
+        return MergedRound(after, aggregate.metrics)
 
     def finish(self, setup: Setup, state: State, aggregate: Aggregate) -> State:
         """Makes the next state of an aggregate."""
         for part in self.server_updates:
             state = part.apply(setup, state, aggregate)
         return state
-
-    def _transform(
-        self, setup: Setup, state: State, updates: Iterable[Update], replies: list[Update]
-    ) -> Iterator[Update]:
-        for update in updates:
-            replies.append(replace(update, params=()))
-            for part in self.transforms:
-                update = part.transform(setup, state, update)
-            yield update
 
     def _check_meaning(self) -> None:
         if self.decoder.gives_changes != self.aggregator.takes_changes:
@@ -139,6 +171,13 @@ class AggregationPipeline:
                 f"{self.decoder} gives {kinds[self.decoder.gives_changes]}, and {self.aggregator} "
                 f"merges {kinds[self.aggregator.takes_changes]}; choose two that fit"
             )
+
+        for part in self.transforms:
+            if part.needs_values and self.decoder.gives_changes:
+                raise ConfigError(
+                    f"{part} compares values with the server's, and {self.decoder} gives changes; "
+                    "leave it out"
+                )
 
     def _check_linear(self) -> None:
         if not self.aggregator.needs_linear_parts:
@@ -153,6 +192,12 @@ class AggregationPipeline:
                 )
 
     def _check_public(self) -> None:
+        for transform in self.transforms:
+            if transform.needs_all_updates and self.aggregator.has_public_denominator:
+                raise ConfigError(
+                    f"{type(self.aggregator).__name__} bounds what one client does to a sum, and "
+                    f"{transform} lets an update depend on all others; leave it out"
+                )
         for part in self.parts:
             if not part.needs_public_denominator:
                 continue

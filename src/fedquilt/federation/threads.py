@@ -1,14 +1,14 @@
-"""How many threads clients train with."""
+"""Work with one thread, so that the bits do not depend on the number of cores."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
 
-@contextmanager
+@contextlib.contextmanager
 def single_thread() -> Iterator[None]:
     """PyTorch with one thread, as clients train everywhere, so that the bits are the same."""
     before = torch.get_num_threads()

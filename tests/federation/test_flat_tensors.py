@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedquilt.engines import flat_tensors
+from fedquilt.federation import flat_tensors
 
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8]
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
