@@ -11,8 +11,9 @@ import fedquilt as fq
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Task, Update
 from fedquilt.federation.privacy.mechanism import MEMORY, find_public_rings
+from fedquilt.federation.privacy.settings import hide_data
 from fedquilt.federation.validation import get_reply_spec
-from fedquilt.runs.privacy import PrivateRounds, hide_data
+from fedquilt.runs.privacy import PrivateRounds
 from fedquilt.training.private import PrivateReply
 
 CLIP = 0.05
@@ -26,7 +27,9 @@ def private(case):
     if case.method.reveals_data is not None or "*" in case.method.local_params:
         pytest.skip("cannot be private, or shares nothing")
     method = case.method.make_private()
-    given = replace(case.given, clients=hide_data(case.given.clients), sampling="poisson")
+    given = replace(
+        case.given, clients=tuple(map(hide_data, case.given.clients)), sampling="poisson"
+    )
     return replace(case, method=method, given=given, setup=method.prepare_model(given), answers={})
 
 
@@ -112,7 +115,7 @@ def test_methods_with_tensors_on_clients_are_refused_and_others_start(case, requ
         assert case.method.reveals_data is not None
         return
     method = case.method.make_private()
-    given = replace(case.given, clients=hide_data(case.given.clients))
+    given = replace(case.given, clients=tuple(map(hide_data, case.given.clients)))
     mine = replace(case, method=method, given=given, setup=method.prepare_model(given))
     rounds = make_rounds(mine)
     if name in KEEPS_TENSORS:

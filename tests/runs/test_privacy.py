@@ -12,10 +12,11 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.errors import CheckpointError, ConfigError
+from fedquilt.federation.privacy.settings import hide_data
 from fedquilt.federation.state import Setup
 from fedquilt.runs.plan import RunPlan, start_run
 from fedquilt.runs.policies import Cadence, FaultPolicy
-from fedquilt.runs.privacy import PrivateRounds, hide_data
+from fedquilt.runs.privacy import PrivateRounds
 from fedquilt.settings.load import load_config, override_settings
 from fedquilt.settings.resolve import build_method, build_privacy, choose_config_sampling
 
@@ -101,7 +102,7 @@ def test_runs_of_one_seed_differ_and_a_resumed_run_releases_the_same_numbers(pop
 def test_without_its_secret_a_run_is_not_resumed(population, tmp_path):
     train(population, tmp_path / "run")
     (tmp_path / "run" / "secret.key").unlink()
-    with pytest.raises(CheckpointError, match="release its rounds a second time"):
+    with pytest.raises(CheckpointError, match="a second time; put the file back"):
         train(population, tmp_path / "run", rounds=5, resume=True)
 
 
@@ -122,7 +123,7 @@ def test_a_run_stops_before_its_budget_is_exceeded(population, tmp_path, mechani
     assert 1 <= len(rounds) < 20
     assert rounds[-1]["privacy"]["epsilon"] <= budget
     unlimited = replace(privacy, epsilon=None)
-    clients = hide_data(population.clients)
+    clients = tuple(map(hide_data, population.clients))
     model = make_model()
     setup = Setup(
         model,

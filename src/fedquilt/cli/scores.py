@@ -15,7 +15,7 @@ from fedquilt.evaluation.accuracy import compute_ensemble_cost as price_of
 from fedquilt.evaluation.summary import describe_value, summarize
 from fedquilt.report import tables
 from fedquilt.report.records import read_traffic
-from fedquilt.runs.event_lines import describe_finding
+from fedquilt.runs.event_lines import describe_finding, describe_privacy
 from fedquilt.runs.run import Run
 
 BATCH_STATISTICS = (
@@ -44,6 +44,8 @@ def _print_scores(run: Run, scores: Sequence[SizeScore], console: Console) -> No
     if any(score.group_values for score in scores):
         print_lines(console, f"User {scores[0].metric.name} in each domain:")
         console.print(tables.make_domain_table(rows))
+    if run.info.privacy is not None:
+        print_lines(console, describe_privacy(run.info.privacy))
     if exceeding := run.info.exceeds_budgets:
         print_lines(console, exceeding)
     if run.info.selected:
@@ -98,5 +100,6 @@ def make_score_document(run: Run, scores: Sequence[SizeScore]) -> dict[str, Any]
         "worst": summary and summary.worst,
         "mean": summary and summary.mean,
         "exceeds_budgets": run.info.exceeds_budgets,
+        "privacy": run.info.privacy,
         "findings": [asdict(finding) for finding in run.findings],
     }

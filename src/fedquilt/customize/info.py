@@ -73,7 +73,7 @@ class RunInfo:
     What the model can be made of again: ``config`` is the settings of the command line;
     ``model_call`` and ``method_settings`` are those of a run from Python, None if only Python
     knows them. ``transforms`` are those that inputs go through before ``normalization``, which is
-    that of the inputs.
+    that of the inputs. ``privacy`` is what a private run spent, None for others.
     """
 
     __pydantic_config__ = ConfigDict(extra="ignore")
@@ -96,6 +96,7 @@ class RunInfo:
     normalization: Normalize | None = None
     model_round: NonNegativeInt | None = None
     trained_rounds: NonNegativeInt | None = None
+    privacy: dict[str, Any] | None = None
 
     @property
     def example(self) -> Example:

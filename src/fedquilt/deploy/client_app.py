@@ -37,9 +37,11 @@ from fedquilt.engines.flower import codec
 from fedquilt.engines.flower.codec import NO_STATE, MessageHeader
 from fedquilt.engines.flower.engine import hash_structure
 from fedquilt.errors import ConfigError
+from fedquilt.federation.privacy import make_secret
+from fedquilt.federation.privacy.noise import read_secret, write_secret
 from fedquilt.federation.state import Setup
 from fedquilt.federation.threads import single_thread
-from fedquilt.settings.resolve import build_method
+from fedquilt.settings.resolve import build_method, build_privacy
 from fedquilt.settings.schema import Config
 from fedquilt.training.context import ClientContext
 from fedquilt.training.serialization import list_functions
@@ -114,7 +116,9 @@ class _MessageHandler:
         folder = get_state_folder(node_config, codec.decode_query(message.content))
         node = make_node_context(config, node_config, self._load_data)
         node = assign_budget(node, node_config.get("budget"), config, self._make_model, folder)
-        return NodeInfo.from_context(node).to_message()
+        info = NodeInfo.from_context(node)
+        is_private = build_privacy(config) is not None
+        return (info.hide_data(config) if is_private else info).to_message()
 
     def handle_task(self, message: Message, context: Context) -> RecordDict:
         """Runs a task within its deadline, and stores the client's new state."""
@@ -167,6 +171,8 @@ class _MessageHandler:
             task=setup.task,
             secrets=folder / "secrets",
         )
+        if build_privacy(config) is not None:
+            context.noise_secret = read_or_make_secret(folder / "secret.key")
         functions = frozenset(one.path for one in list_functions(build_method(config)))
         return _ClientSession(node_context.client.id, context, folder, functions)
 
@@ -183,6 +189,13 @@ class _MessageHandler:
             setups.clear()
             setups[key] = setup
         return setup
+
+
+def read_or_make_secret(path: Path) -> bytes:
+    """The secret that a node's noise comes from; no message tells it."""
+    if not path.exists():
+        write_secret(path, make_secret())
+    return read_secret(path)
 
 
 @lru_cache(maxsize=2)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from fedquilt.deploy.node_context import NodeContext
 from fedquilt.engines.flower.codec import DTYPES, SETTINGS, check_size, decode_error
-from fedquilt.errors import FedquiltError, TrainingError, UpdateError
+from fedquilt.errors import ConfigError, FedquiltError, TrainingError, UpdateError
 from fedquilt.federation.client import Client
+from fedquilt.federation.privacy.settings import hide_data
 from fedquilt.federation.validation import MAX_CLASSES, shorten, validate_client
+from fedquilt.settings.schema import Config
 from fedquilt.training.serialization import from_plain, to_plain
 
 MAX_DIMS, MAX_INPUT_SIZE = 8, 10**8  # of one input
@@ -57,6 +59,19 @@ class NodeInfo:
             str(node.example.dtype).removeprefix("torch."),
             node.has_own_data,
         )
+
+    def hide_data(self, config: Config) -> NodeInfo:
+        """The information for a private run: nothing that depends on the client's examples."""
+        num_classes = self.num_classes
+        if self.has_own_data:
+            stated = (config.model.model_extra or {}).get("num_classes")
+            if not isinstance(stated, int):
+                raise ConfigError(
+                    "clients of a private run do not tell which classes they have; set "
+                    "model.num_classes"
+                )
+            num_classes = stated
+        return replace(self, client=hide_data(self.client), num_classes=num_classes)
 
     @property
     def has_tests(self) -> bool:

@@ -35,7 +35,7 @@ from fedquilt.report.records import (
     read_traffic,
 )
 from fedquilt.runs.directory import RunDirectory
-from fedquilt.runs.event_lines import describe_finding
+from fedquilt.runs.event_lines import describe_finding, describe_privacy
 from fedquilt.runs.identity import describe_settings
 from fedquilt.runs.run import Run
 
@@ -49,6 +49,7 @@ def build_report(
         "rounds": run.setup.rounds,
         "seed": run.seed,
     }
+    about |= {"privacy": describe_privacy(run.info.privacy)} if run.info.privacy else {}
     environments = [
         " ".join(f"{k} {v}" for k, v in sorted(e.items())) for e in run.info.environments
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,7 +19,7 @@ from fedquilt.errors import (
     DataError,
     StructureError,
 )
-from fedquilt.federation.privacy.noise import SECRET_BYTES
+from fedquilt.federation.privacy.noise import read_secret, write_secret
 from fedquilt.files import (
     fsync,
     hold_lock,
@@ -156,11 +155,7 @@ class RunDirectory:
     def write_secret(self, secret: bytes) -> None:
         """Writes the secret that noise and cohorts are drawn from; only its owner can read it."""
         try:
-            self.secret_file.unlink(missing_ok=True)
-            number = os.open(self.secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(number, "w") as file:
-                file.write(f"{secret.hex()}\n")
-            fsync(self.secret_file)
+            write_secret(self.secret_file, secret)
         except OSError as problem:
             raise CheckpointError(
                 f"the run's secret could not be written to {self} ({problem}); make room"
@@ -169,15 +164,12 @@ class RunDirectory:
     def read_secret(self) -> bytes:
         """The secret that the run was started with."""
         try:
-            secret = bytes.fromhex(self.secret_file.read_text())
-        except (OSError, ValueError) as problem:
+            return read_secret(self.secret_file)
+        except CorruptFileError as problem:
             raise CheckpointError(
-                f"{self} has no secret in {self.secret_file.name} ({problem}), and other noise "
-                "would release its rounds a second time; put the file back, or start a new run"
+                f"{problem}, and other noise would release the run's rounds a second time; put the "
+                "file back, or start a new run"
             ) from problem
-        if len(secret) != SECRET_BYTES:
-            raise CorruptFileError(f"{self.secret_file} is damaged: it has {len(secret)} bytes")
-        return secret
 
     def read_initial(self) -> dict[str, Tensor]:
         """The first values of the model."""

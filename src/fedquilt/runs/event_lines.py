@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.summary import get_main_value
@@ -96,6 +97,25 @@ def describe_finding(finding: Finding) -> str:
     'warning: the training loss does not fall'
     """
     return f"{'warning' if finding.is_severe else 'note'}: {finding.sentence}"
+
+
+def describe_privacy(spent: Mapping[str, Any]) -> str:
+    """Describes what a private run has spent, as its records have it.
+
+    >>> spent = {"epsilon": 3.98, "delta": 1e-5, "noise_multiplier": 0.9, "clip": 0.5}
+    >>> describe_privacy({**spent, "tier_epsilon": {}, "mechanism": "central"})
+    'ε 3.98 at δ 1e-05 for every client (central; noise multiplier 0.9, clipping norm 0.5)'
+    """
+    epsilon = spent["epsilon"]
+    protected = "example" if spent["mechanism"] == "dp-sgd" else "client"
+    tiers = sorted(spent["tier_epsilon"].items(), key=lambda tier: -int(tier[0]))
+    by_tier = ", ".join(f"{value:.3g} with {size} parameters" for size, value in tiers if value)
+    return (
+        f"{'no bound of ε' if epsilon is None else f'ε {epsilon:.3g}'} at δ {spent['delta']:.3g} "
+        f"for every {protected} ({spent['mechanism']}; noise multiplier "
+        f"{spent['noise_multiplier']:.3g}, clipping norm {spent['clip']:.3g})"
+        + (f"; by what a client holds: {by_tier}" if by_tier else "")
+    )
 
 
 def describe_values(scores: Sequence[SizeScore]) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fedquilt.devices import CPU
 from fedquilt.engines.engine import Engine, ignore_progress
@@ -116,6 +117,12 @@ class TrainingLoop:
     def findings(self) -> tuple[Finding, ...]:
         """What the records so far show about the run's health."""
         return self._find_problems(self._history)
+
+    @property
+    def privacy_spent(self) -> dict[str, Any] | None:
+        """What the rounds so far have cost, as the last record says; None: there is no privacy."""
+        spent = [record["privacy"] for record in self._history if record.get("privacy")]
+        return spent[-1] if spent else None
 
     @property
     def clients(self) -> tuple[tuple[ClientRecord, ...], ...]:

@@ -13,6 +13,7 @@ from fedquilt.data.pipeline import find_normalization, name_transforms
 from fedquilt.data.population import Population
 from fedquilt.errors import CheckpointError, ConfigError
 from fedquilt.federation.privacy import Privacy, make_secret
+from fedquilt.federation.privacy.settings import hide_data
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.secure.settings import require_cryptography
 from fedquilt.federation.state import Setup, State
@@ -27,7 +28,7 @@ from fedquilt.runs.identity import compute_fingerprint, describe_settings
 from fedquilt.runs.loop import TrainingLoop
 from fedquilt.runs.policies import Cadence, FaultPolicy
 from fedquilt.runs.preflight import check_local_training, check_start
-from fedquilt.runs.privacy import PrivateRounds, hide_data
+from fedquilt.runs.privacy import PrivateRounds
 from fedquilt.runs.run import Run
 from fedquilt.runs.secure_preflight import check_secure
 from fedquilt.runs.selection import Selection
@@ -132,7 +133,7 @@ def _make_private(plan: RunPlan) -> RunPlan:
         raise ConfigError(
             "a private run asks each client with a known probability; leave out flower.oversample"
         )
-    setup = replace(plan.setup, clients=hide_data(plan.setup.clients))
+    setup = replace(plan.setup, clients=tuple(map(hide_data, plan.setup.clients)))
     faults = replace(plan.faults, attempts=1)  # another attempt would be another release
     return replace(plan, setup=setup, method=plan.method.make_private(), faults=faults)
 
@@ -278,6 +279,7 @@ class PreparedRun:
             describe_inputs(setup.example),
             method.exceeds_budgets(setup),
             config=source.config,
+            privacy=loop.privacy_spent,
             transforms=name_transforms(chain),
             normalization=find_normalization(chain),
         )

@@ -18,7 +18,7 @@ import numpy as np
 
 from fedquilt.errors import CheckpointError, ConfigError
 from fedquilt.federation.aggregation import AggregationPipeline, LabelAwareMean, Mean
-from fedquilt.federation.client import Client, Task
+from fedquilt.federation.client import Task
 from fedquilt.federation.privacy.accountant import Accountant, PrivacySpent
 from fedquilt.federation.privacy.mechanism import (
     MEMORY,
@@ -39,15 +39,13 @@ from fedquilt.methods.method import Method
 from fedquilt.runs.accounting import count_subnet_bytes
 from fedquilt.runs.events import RoundDone
 from fedquilt.runs.phases import count_rounds, find_phase
+from fedquilt.training.dpsgd import DPSGD, count_steps, refuse_unsupported
+from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.private import bound_replies
+from fedquilt.training.settings import LoopSettings
 
 COUNT_NOISE = 1 / 20  # of the expected cohort: σ_b of adaptive clipping (Andrew et al., Sec. 3.1)
 LOCAL_SENSITIVITY = 2.0  # clipping norms between two changes that one client may send
-
-
-def hide_data(clients: tuple[Client, ...]) -> tuple[Client, ...]:
-    """Clients as a private run knows them: without labels, numbers of examples, and groups."""
-    return tuple(Client(client.id, 1, budget=client.budget) for client in clients)
 
 
 @dataclass(eq=False)
@@ -89,9 +87,19 @@ class PrivateRounds:
         """What finds ε of a number of releases."""
         privacy, sampling = self.privacy, self.setup.sampling
         delta = privacy.choose_delta(len(self.setup.clients))
-        if privacy.mechanism == "central":
+        if privacy.is_central:
             return Accountant(delta, self.rate, sampling, privacy.accountant)
-        return Accountant(delta, 1.0, "poisson", privacy.accountant)  # the server sees who answers
+        rate = 1.0  # the server sees who answers, so drawing clients hides nothing
+        if privacy.min_examples is not None:
+            # of all larger clients, none has a larger ε than one with whole batches only
+            rate = 1 / max(1, privacy.min_examples // self._loop.batch_size)
+        return Accountant(delta, rate, "poisson", privacy.accountant)
+
+    @property
+    def _loop(self) -> LoopSettings:
+        """Epochs and batches of clients."""
+        settings: LoopSettings = self.method.local_training.loop  # type: ignore[attr-defined]
+        return settings
 
     @cached_property
     def count_noise(self) -> float | None:
@@ -102,10 +110,19 @@ class PrivateRounds:
 
     def start(self, state: State) -> State:
         """The first state, with the clipping norm and the noise; refuses what cannot be private."""
-        memory = {"clip": self.privacy.clip, "noise_multiplier": self._find_noise_multiplier()}
+        nets = self._count_nets(state)
+        memory = {
+            "clip": self.privacy.clip,
+            "noise_multiplier": self._find_noise_multiplier(nets),
+            "nets": nets,
+        }
         state = replace(state, method_state={**state.method_state, MEMORY: memory})
         rings = find_public_rings(self.setup, self.count_holdings(self.setup, state))
         self._refuse_local_tensors()
+        if self.privacy.is_by_example:
+            refuse_unsupported(self.setup.model)
+            for task in self._plan_everyone(state)[0][:1]:
+                self._make_steps_private(task, state)
         if not any(ring.holders for ring in rings):
             raise ConfigError("no tensor leaves the clients, so there is nothing to make private")
         if self.count_noise is not None:
@@ -121,18 +138,39 @@ class PrivateRounds:
                 "that would tell of their data; share all tensors, or choose another method"
             )
 
-    def _find_noise_multiplier(self) -> float:
+    def _count_nets(self, state: State) -> int:
+        """How many nets a client trains at most, each with noise in its own steps."""
+        return max(len(task.subnets) for task in self._plan_everyone(state)[0])
+
+    def _find_noise_multiplier(self, nets: int) -> float:
         privacy = self.privacy
         if privacy.noise_multiplier is not None:
             return privacy.noise_multiplier
         assert privacy.epsilon is not None
         rounds = count_rounds(self.method, self.setup)
-        if privacy.mechanism == "local":
-            releases = self.count_participations(rounds)
-            return LOCAL_SENSITIVITY * self.accountant.find_noise_multiplier(
-                privacy.epsilon, max(releases, 1)
-            )
-        return self.accountant.find_noise_multiplier(privacy.epsilon, rounds)
+        releases = max(self.count_releases(rounds, nets), 1)
+        return self.sensitivity * self.accountant.find_noise_multiplier(privacy.epsilon, releases)
+
+    @property
+    def sensitivity(self) -> float:
+        """How far two neighbors are apart at most, in clipping norms."""
+        return LOCAL_SENSITIVITY if self.privacy.mechanism == "local" else 1.0
+
+    def count_releases(self, rounds: int, nets: int = 1) -> int:
+        """How often noise is drawn about one client, or one example, in the first rounds.
+
+        Args:
+            rounds: The number of rounds.
+            nets: With dp-sgd, how many nets a client trains in a round.
+        """
+        privacy = self.privacy
+        if privacy.is_central:
+            return rounds
+        steps = 1
+        if privacy.min_examples is not None:
+            loop = self._loop
+            steps = nets * count_steps(privacy.min_examples, loop.batch_size, loop.epochs)
+        return steps * self.count_participations(rounds)
 
     def count_participations(self, rounds: int) -> int:
         """In how many of the first rounds the client that is drawn most often takes part."""
@@ -155,12 +193,9 @@ class PrivateRounds:
 
     def compute_epsilon(self, state: State, rounds: int) -> float:
         """ε of the first rounds of the run."""
-        noise_multiplier = read_noise_multiplier(state)
-        if self.privacy.mechanism == "local":
-            return self.accountant.compute_epsilon(
-                noise_multiplier / LOCAL_SENSITIVITY, self.count_participations(rounds)
-            )
-        return self.accountant.compute_epsilon(noise_multiplier, rounds)
+        noise_multiplier = read_noise_multiplier(state) / self.sensitivity
+        releases = self.count_releases(rounds, int(state.method_state[MEMORY]["nets"]))
+        return self.accountant.compute_epsilon(noise_multiplier, releases)
 
     def sample_cohort(self, round: int) -> frozenset[int]:
         """The numbers of the clients of a round, which only the secret tells."""
@@ -176,6 +211,8 @@ class PrivateRounds:
         """The tasks of the clients that are drawn and available."""
         cohort = self.sample_cohort(state.round) & set(available)
         tasks = [task for task in self._plan_everyone(state)[0] if task.client in cohort]
+        if self.privacy.is_by_example:
+            tasks = [self._make_steps_private(task, state) for task in tasks]
         bounded = bound_replies(tasks, self._bound(state))
         if self.privacy.mechanism != "local":
             return bounded
@@ -184,11 +221,32 @@ class PrivateRounds:
 
     def _bound(self, state: State) -> dict[str, Any]:
         privacy = self.privacy
+        bounds_whole = privacy.clipping != "rings" and not privacy.is_by_example
         return {
-            "clip": None if privacy.clipping == "rings" else read_clip(state),
+            "clip": read_clip(state) if bounds_whole else None,
             "max_examples": privacy.max_examples,
             "counts_clipping": privacy.clipping == "adaptive",
         }
+
+    def _make_steps_private(self, task: Task, state: State) -> Task:
+        """The task with noise in every step of its training."""
+        sgd, privacy = task.recipe, self.privacy
+        if not isinstance(sgd, LocalSGD):
+            raise ConfigError(
+                f"dp-sgd takes the place of plain local training, and clients of "
+                f"{type(self.method).__name__} do {type(sgd).__name__}; choose another method, or "
+                "the central mechanism"
+            )
+        assert privacy.min_examples is not None
+        recipe = DPSGD(
+            replace(sgd, labels=(), masked=False),
+            read_noise_multiplier(state),
+            read_clip(state),
+            privacy.min_examples,
+            derive_secret(self.secret, "client", task.client).hex(),
+            state.round,
+        )
+        return replace(task, recipe=recipe)
 
     def _add_noise(self, task: Task, std: float, round: int) -> Any:
         secret = derive_secret(self.secret, "client", task.client).hex()
@@ -220,7 +278,7 @@ class PrivateRounds:
             self.secret,
             per_ring=self.privacy.clipping == "rings",
             count_noise=self.count_noise,
-            is_local=self.privacy.mechanism == "local",
+            is_local=not self.privacy.is_central,
         )
         adapt = self._make_adaptation()
         return replace(
@@ -280,7 +338,9 @@ class PrivateRounds:
         holders = rings.count_holders(population)
         spread = on_sum * clip / self.rate
         noise = {f"{count:g}": _shorten(spread / count) for count in holders if count}
-        if self.privacy.mechanism == "local":  # every holder adds its own noise
+        if self.privacy.is_by_example:  # it is in the steps of clients
+            noise = {}
+        elif not self.privacy.is_central:  # every holder adds its own noise
             noise = {
                 f"{count:g}": _shorten(spread * math.sqrt(self.rate / count))
                 for count in holders
@@ -293,6 +353,7 @@ class PrivateRounds:
             clip,
             noise,
             self._compute_tier_epsilon(state, rounds),
+            self.privacy.mechanism,
         )
 
     def _compute_tier_epsilon(self, state: State, rounds: int) -> dict[str, float | None]:

@@ -87,6 +87,7 @@ class ClientContext:
         self._secrets = secrets
         self._client_state: Mapping[str, Tensor] = {}
         self._on_progress: Callable[[float], None] | None = None
+        self.noise_secret = b""  # of a machine of its own; the server does not know it
 
     def for_client(
         self,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedquilt.federation.client import Client, ClientResult, Recipe, Task, Update
 from fedquilt.federation.privacy.mechanism import WITHIN, compute_scale
-from fedquilt.federation.privacy.noise import draw_noise
+from fedquilt.federation.privacy.noise import derive_secret, digest_tensors, draw_noise
 from fedquilt.federation.validation import ReplySpec, count_spec
 from fedquilt.structure.cut import Params, copy_subnet_tensors, index_cells_within, write_cells
 from fedquilt.structure.structure import Structure
@@ -36,7 +36,8 @@ class PrivateReply:
             None: it does not.
         counts_clipping: Whether the client reports whether its change was within the norm.
         noise: The standard deviation of the noise that the client adds to each cell.
-        secret: What the noise is computed from, as hexadecimal digits.
+        secret: What the noise is computed from, as hexadecimal digits; on a machine of its own a
+            client also has a secret that the server does not know.
         round: The number of the round.
     """
 
@@ -51,7 +52,7 @@ class PrivateReply:
     def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Does the work, and sends the bounded change."""
         examples = context.examples("train", task.client)
-        own = replace(task, recipe=_give_labels(self.recipe, examples))
+        own = replace(task, recipe=_give_labels(self.recipe, examples, context))
         result = own.recipe.run(own, context)
         before = [copy_subnet_tensors(task.params, context.structure, s) for s in task.subnets]
         after = fill_reply(context.structure, task.subnets, before, result.update)
@@ -60,7 +61,11 @@ class PrivateReply:
         scale = 1.0 if self.clip is None else compute_scale(norm, self.clip)
         if self.max_examples is not None:
             scale *= min(len(examples), self.max_examples) / self.max_examples
-        self._add_noise(task.client, changes, scale)
+        for part in changes:
+            for change in part.values():
+                change.mul_(scale)
+        if self.noise:
+            self._add_noise(task.client, changes, mix_secret(self.secret, context))
         sent = tuple(
             {n: (t.double() + part[n]).to(t.dtype) if n in part else t for n, t in old.items()}
             for old, part in zip(before, changes, strict=True)
@@ -75,18 +80,19 @@ class PrivateReply:
         metrics = {WITHIN: count_spec(1)} if self.counts_clipping else {}
         return ReplySpec(task.subnets, 1.0, metrics)
 
-    def _add_noise(self, client: int, changes: Sequence[dict[str, Tensor]], scale: float) -> None:
-        """Scales the changes, and adds the client's noise to every cell, in place."""
-        for part in changes:
-            for change in part.values():
-                change.mul_(scale)
-        if not self.noise:
-            return
+    def _add_noise(self, client: int, changes: Sequence[dict[str, Tensor]], secret: bytes) -> None:
+        """Adds the client's noise to every cell, in place."""
+        digest = digest_tensors(change for part in changes for change in part.values())
         for number, part in enumerate(changes):
-            shapes = {f"{number}/{name}": tuple(change.shape) for name, change in part.items()}
-            drawn = draw_noise(bytes.fromhex(self.secret), client, self.round, shapes, self.noise)
+            shapes = {f"{digest}/{number}/{name}": tuple(c.shape) for name, c in part.items()}
+            drawn = draw_noise(secret, client, self.round, shapes, self.noise)
             for change, noise in zip(part.values(), drawn.values(), strict=True):
                 change.add_(noise)
+
+
+def mix_secret(given: str, context: ClientContext) -> bytes:
+    """What a client's noise comes from: what its task says, and what only its machine knows."""
+    return derive_secret(bytes.fromhex(given) + context.noise_secret, "client")
 
 
 def fill_reply(
@@ -133,9 +139,9 @@ def _subtract(after: Sequence[Params], before: Sequence[Params]) -> list[dict[st
     ]
 
 
-def _give_labels(recipe: Any, examples: Any) -> Any:
+def _give_labels(recipe: Any, examples: Any, context: ClientContext) -> Any:
     """A recipe whose loss is over the client's classes, with these: the server is not told them."""
-    if getattr(recipe, "masked", False):
+    if getattr(recipe, "masked", False) and context.task.has_classes:
         return replace(recipe, labels=tuple(sorted(examples.label_set)))
     return recipe
 

@@ -106,6 +106,7 @@ class PrivacySpent:
         noise_std: By the number of registered clients that hold a cell, the standard deviation of
             the noise in the cell after the division.
         tier_epsilon: With clipping per ring, ε of clients by the number of parameters they hold.
+        mechanism: Who adds the noise, and what is protected.
     """
 
     epsilon: float | None
@@ -114,6 +115,7 @@ class PrivacySpent:
     clip: float
     noise_std: dict[str, float] = field(default_factory=dict)
     tier_epsilon: dict[str, float | None] = field(default_factory=dict)
+    mechanism: str = "central"
 
     def __str__(self) -> str:
         """What was spent, for a line of progress.

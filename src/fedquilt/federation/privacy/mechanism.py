@@ -13,7 +13,6 @@ the noise is the same, and a client that holds few rings moves the sum by less.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from torch import Tensor
 from fedquilt.errors import ConfigError, StructureError, UpdateError
 from fedquilt.federation.aggregation.parts import Aggregate, Aggregator, ServerUpdate, Validator
 from fedquilt.federation.client import SERVER, Update, client_label
-from fedquilt.federation.privacy.noise import draw_noise, draw_normal
+from fedquilt.federation.privacy.noise import digest_tensors, draw_noise, draw_normal
 from fedquilt.federation.rings import Holding, Rings, find_rings
 from fedquilt.federation.state import Setup, State
 from fedquilt.structure.tensors import named_tensors
@@ -187,15 +186,9 @@ def compute_scale(norm: float, clip: float) -> float:
 def draw_ring_noise(
     secret: bytes, round: int, sums: Mapping[int, Tensor], std: float
 ) -> dict[int, Tensor]:
-    """The noise of each ring.
-
-    It also depends on the sums themselves: if a round that was not saved is repeated and other
-    clients answer, the noise is another, so that nobody can subtract one release from the other.
-    """
-    digest = hashlib.sha256()
-    for total in sums.values():
-        digest.update(total.numpy().tobytes())
-    shapes = {f"{number}/{digest.hexdigest()}": tuple(t.shape) for number, t in sums.items()}
+    """The noise of each ring, which also depends on the sums themselves."""
+    digest = digest_tensors(sums.values())
+    shapes = {f"{number}/{digest}": tuple(total.shape) for number, total in sums.items()}
     noise = draw_noise(secret, SERVER, round, shapes, std)
     return dict(zip(sums, noise.values(), strict=True))
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from fedquilt.errors import CorruptFileError
+from fedquilt.files import fsync
 
 Numbers = npt.NDArray[np.float64]
 SECRET_BYTES = 32
@@ -25,6 +30,25 @@ SUMMED = 4  # normal variates that one value is the sum of
 def make_secret() -> bytes:
     """Draws a secret from the operating system."""
     return secrets.token_bytes(SECRET_BYTES)
+
+
+def write_secret(path: Path, secret: bytes) -> None:
+    """Writes a secret to a file that only its owner can read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{secret.hex()}\n")
+    fsync(path)
+
+
+def read_secret(path: Path) -> bytes:
+    """Reads a secret; raises a CorruptFileError if there is none."""
+    try:
+        secret = bytes.fromhex(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise CorruptFileError(f"{path} is damaged or missing ({problem})") from problem
+    if len(secret) != SECRET_BYTES:
+        raise CorruptFileError(f"{path} is damaged: it has {len(secret)} bytes")
+    return secret
 
 
 def derive_secret(secret: bytes, *purpose: int | str) -> bytes:
@@ -88,6 +112,18 @@ def draw_noise(
         ).reshape(tuple(shape))
         for name, shape in shapes.items()
     }
+
+
+def digest_tensors(tensors: Iterable[Tensor]) -> str:
+    """A hash of values, by which noise on other values is other noise.
+
+    If a round that was not saved is repeated and the values differ, nobody can subtract one release
+    from the other.
+    """
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _encode(purpose: Sequence[int | str]) -> bytes:
