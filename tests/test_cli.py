@@ -707,6 +707,22 @@ def _outputs(path):
     return None
 
 
+def test_a_model_is_taken_away_with_what_its_inputs_went_through(tmp_path):
+    chain = '["Resize(6)", "RandomCrop(4)", "HorizontalFlip(0.5)"]'
+    settings = ["--set", f"data.transforms={chain}", "--clients", "2", "--rounds", "1"]
+    model = ["--model", "mlp", "--set", "model.hidden=[4]", "--workers", "0"]
+    folder, path = tmp_path / "run", tmp_path / "small.safetensors"
+    assert fedquilt("train", *settings, *model, "--out", folder).code == 0
+    asked = ["customize", folder, "--out", path]
+    told = "feed it images / 255, after Resize(size=6, mode='bilinear'), CenterCrop(size=4), less "
+    assert told in " ".join(fedquilt(*asked).out.split())
+    facts = fedquilt(*asked, "--json").json["input"]
+    assert facts["transforms"] == ["Resize(size=6, mode='bilinear')", "CenterCrop(size=4)"]
+    assert facts["shapes"] == [[1, 1, 4, 4]]
+    again = fedquilt("evaluate", folder, "--workers", "0", "--json")
+    assert again.code == 0, again.err
+
+
 def test_customize_says_whose_statistics_an_untrained_size_has(finished, tmp_path):
     path = tmp_path / "small.safetensors"
     result = fedquilt("customize", finished[0], "--width", "0.2", "--out", path)

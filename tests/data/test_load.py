@@ -314,13 +314,6 @@ def test_grey_pictures_stay_grey_unless_one_has_colour(tmp_path, other, channels
     assert load_dataset(str(tmp_path)).train.inputs.shape == (1, channels, 3, 4)
 
 
-def test_pictures_of_different_sizes_are_refused(tmp_path):
-    picture(tmp_path / "train" / "cat" / "1.png", (1, 1, 1), size=(4, 3))
-    picture(tmp_path / "test" / "cat" / "1.png", (1, 1, 1), size=(5, 3))
-    with pytest.raises(DataError, match=r"one size.*4x3.*5x3; resize"):
-        load_dataset(str(tmp_path))
-
-
 def test_a_picture_that_cannot_be_read_is_named(tmp_path):
     picture(tmp_path / "train" / "cat" / "1.png", (1, 1, 1))
     (tmp_path / "train" / "cat" / "2.png").write_bytes(b"nothing")

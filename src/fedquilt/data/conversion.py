@@ -133,6 +133,12 @@ class DatasetExamples:
         form = {"collate_fn": self._collate_fn, "target": self._target}
         return DatasetExamples(self.dataset, self.rows[rows], labels, **form)  # type: ignore[arg-type]
 
+    def check_sizes(self) -> None:
+        """Refuses items of different sizes, if the dataset can tell without reading them."""
+        check = getattr(self.dataset, "check_sizes", None)
+        if check is not None:
+            check()
+
     def _read_labels(self) -> Tensor | None:
         """The classes of all items; None, after the first item, if its target is no class."""
         labels: list[int] = []

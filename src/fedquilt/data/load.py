@@ -13,7 +13,7 @@ from fedquilt.data.array_files import read_domains, read_npz, write_npz
 from fedquilt.data.arrays import Arrays, make_dataset
 from fedquilt.data.dataset import Dataset
 from fedquilt.data.hub import HUB, download_dataset
-from fedquilt.data.image_folders import read_images
+from fedquilt.data.image_folders import find_domains, load_domains, load_images
 from fedquilt.data.limits import read_text
 from fedquilt.data.text import make_passages
 from fedquilt.errors import DataError, describe_unknown
@@ -41,8 +41,8 @@ def load_dataset(name_or_path: str, *, folder: Path | None = None) -> Dataset:
         name_or_path: A name from above, or a path. A path names an ``.npz`` file with x_train,
             y_train, x_test, y_test (and id_train, id_test or domain_train, domain_test), or with
             x_train, y_train and client; a folder of such files, one domain each; a folder of
-            images, ``train/<class>/`` and ``test/<class>/``; LEAF's JSON files, their folder or one
-            of them; or a folder with train.txt and test.txt.
+            images, ``train/<class>/`` and ``test/<class>/``, or ``<domain>/<class>/``; LEAF's JSON
+            files, their folder or one of them; or a folder with train.txt and test.txt.
         folder: Where to look for named sets first.
 
     >>> load_dataset("digits").train.inputs.shape
@@ -164,10 +164,14 @@ def _load_folder(path: Path) -> Dataset:
             path.name, *("" if file is None else read_text(file, "readable text") for file in texts)
         )
     if (path / "train").is_dir() and (path / "test").is_dir():
-        return make_dataset(path.name, read_images(path))
+        return load_images(path)
+    domains = find_domains(path)
+    if domains:
+        return load_domains(path, domains)
     raise DataError(
         "a data folder must hold .npz files, LEAF's train/*.json, train.txt, or images in "
-        f"train/<class>/ and test/<class>/; '{path}' holds none of them; check the path"
+        "train/<class>/ and test/<class>/ or in <domain>/<class>/; "
+        f"'{path}' holds none of them; check the path"
     )
 
 

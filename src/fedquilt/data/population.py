@@ -28,7 +28,7 @@ from fedquilt.data.pipeline import (
     Pipeline,
     make_pipeline,
 )
-from fedquilt.data.transformed import find_common_transforms, transform_examples
+from fedquilt.data.transformed import check_sizes, find_common_transforms, transform_examples
 from fedquilt.data.windows import Windows
 from fedquilt.errors import DataError
 from fedquilt.federation.budgets import BudgetDistribution, assign_budgets
@@ -204,8 +204,9 @@ def make_clients(
         own, tests, server_test = _take_per_client(train, test, convert)
         names = [""] * len(own)
     else:
-        shared = None if test is None else convert(test)
-        divided = _divide(convert(train), shared, partition, count, min_examples, seed, groups)
+        train, shared = convert(train), None if test is None else convert(test)
+        check_sizes(train)
+        divided = _divide(train, shared, partition, count, min_examples, seed, groups)
         trainers, server_test = _hold_out_clients(divided, holdout_clients, seed)
         own, tests = divided.select(trainers)
         names = [_find_group(divided.train_rows[i], groups[0], group_names) for i in trainers]

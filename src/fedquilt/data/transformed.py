@@ -105,6 +105,17 @@ def transform_examples(data: ClientData, pipeline: Pipeline) -> TransformedExamp
     return transformed
 
 
+def check_sizes(data: ClientData) -> None:
+    """Refuses images of different sizes that no transform makes equal, if the data can tell."""
+    if isinstance(data, TransformedExamples):
+        chains = (data.pipeline.training, data.pipeline.evaluation)
+        if all(chain and isinstance(chain[0], Resize) for chain in chains):
+            return
+        data = data.data
+    if hasattr(data, "check_sizes"):
+        data.check_sizes()
+
+
 def list_evaluation_transforms(data: ClientData) -> Chain:
     """Lists what inputs of these examples went through in evaluation, after conversion."""
     if isinstance(data, TransformedExamples):

@@ -27,7 +27,6 @@ from fedquilt.data.pixels import (
     draw_events,
     draw_uniform,
     shift_hue,
-    spread,
     take_nearest,
     take_pixels,
     to_gray,
@@ -241,7 +240,8 @@ class _Flip(Transform):
         """Mirrors the images that were drawn."""
         if drawn is None:
             return images
-        return torch.where(spread(drawn, images), images.flip(self.axis), images)
+        rows = drawn.nonzero().flatten().to(images.device)
+        return images.index_copy(0, rows, images.index_select(0, rows).flip(self.axis))
 
 
 @dataclass(frozen=True)
