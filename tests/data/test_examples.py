@@ -291,7 +291,7 @@ def test_no_augmentation_draws_nothing():
         ({"labels": labels().float()}, "int64 class numbers, got torch.float32"),
         ({"labels": labels().view(6, 1)}, r"1-D.*shape \(6, 1\)"),
         ({"inputs": torch.zeros(6, 2), "scale": Normalize((0.0,), (1.0,))}, "only images"),
-        ({"scale": Normalize((0.0,), (1.0,))}, "1 channels but the images have 3"),
+        ({"scale": Normalize((0.0,) * 2, (1.0,) * 2)}, "2 channels but the images have 3"),
     ],
 )
 def test_examples_that_do_not_fit_are_refused(arguments, words):

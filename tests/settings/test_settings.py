@@ -115,6 +115,15 @@ def test_there_are_ten_clients_or_all_natural_ones_if_nobody_says(data, count):
         assert len(build_population(config, texts()).clients) == count
 
 
+def test_a_model_gets_the_size_and_the_channels_of_transformed_images():
+    data = {"transforms": ["Resize(16)", "ToRGB()", "RandomCrop(12)"]}
+    config = load_config({"data": data, "model": {"name": "vit-small"}})
+    full = resolve_config(config, load_source(config))
+    options = full.model.model_extra
+    assert (options["image_size"], options["in_channels"]) == (12, 3)
+    assert full.data.transforms == tuple(data["transforms"])
+
+
 def test_text_is_neither_augmented_nor_normalized():
     windows = Windows(torch.arange(9), torch.arange(3), 2)
     for part in (texts().train, windows):

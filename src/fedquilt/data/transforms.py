@@ -72,7 +72,10 @@ class Transform:
 
 @dataclass(frozen=True)
 class Normalize(Transform):
-    """Shift and scale per channel: (x - mean) / std for x in [0, 1]. It comes last in a chain."""
+    """Shift and scale per channel: (x - mean) / std for x in [0, 1]. It comes last in a chain.
+
+    One mean and one standard deviation are for all channels.
+    """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -103,10 +106,10 @@ class Normalize(Transform):
 
     def check_channels(self, channels: int) -> None:
         """Checks that images have the channels of the normalization."""
-        if len(self.mean) != channels:
+        if len(self.mean) not in (1, channels):
             raise DataError(
                 f"the normalization has {len(self.mean)} channels but the images have "
-                f"{channels}; measure it with Normalize.from_images(inputs)"
+                f"{channels}; give a mean and a standard deviation for each of them, or one for all"
             )
 
     def apply(
