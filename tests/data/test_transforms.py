@@ -443,28 +443,63 @@ def test_own_transforms_and_functions_stand_beside_ours():
     assert data.batch(torch.arange(4))[0].equal(x / 2)
 
 
-class Masks:
-    """Images whose targets are images, as another kind of data might give them."""
+@pytest.mark.parametrize("form", ["image", "pixel_values", "other", "tuple"])
+def test_the_images_among_several_inputs_are_transformed_and_the_rest_stays(form):
+    x, facts, labels = images(6), torch.rand(6, 4), torch.arange(6)
+    inputs = (facts, x) if form == "tuple" else {"facts": facts, form: x}
+    data = transform_examples(
+        to_examples((inputs, labels)), make_pipeline(["Rotation(9)", "Resize(4)"])
+    )
+    rows = torch.tensor([5, 2])
+    for generator in (seeded(3), None):
+        (found, y), drawn = data.batch(rows, generator), Rotation(9).draw(x[rows], seeded(3))
+        first, second = found if form == "tuple" else (found["facts"], found[form])
+        turned = Rotation(9).apply(x[rows], drawn if generator else None)
+        assert second.equal(Resize(4).apply(turned))
+        assert first.equal(facts[rows])
+        assert y.equal(rows)
 
-    label_set = (0, 1)
 
-    def __init__(self):
-        self.x = (torch.rand(6, 1, 8, 8, generator=seeded()) > 0.5).float()
-        self.labels = self.x[:, 0].long()
+def test_one_dict_with_its_target_keeps_its_form():
+    data = {"image": images(6), "label": torch.rand(6)}
+    clients = fq.make_clients(data, count=2, transforms=["Resize(4)"])
+    batch = clients.train[0].batch(torch.arange(2))
+    assert batch.as_given()["image"].shape == (2, 3, 4, 4)
+    assert batch.as_given()["label"].shape == (2,)
 
-    def __len__(self):
-        return 6
 
-    def batch(self, rows, generator=None):
-        return self.x[rows], self.labels[rows]
+def test_several_images_among_the_inputs_need_a_name():
+    data = to_examples(((images(3), images(3)), torch.arange(3)))
+    with pytest.raises(DataError, match=r"one entry .* got 2 among 0, 1; call it 'image'"):
+        transform_examples(data, make_pipeline(["Resize(4)"]))
 
-    def select(self, rows):
-        raise NotImplementedError
+
+def test_a_collate_fn_gets_whole_batches():
+    sizes = []
+
+    def collate(items):
+        sizes.append(len(items))
+        return torch.stack([x[:, :4, :4] / 255 for x, _ in items]), torch.tensor(
+            [y for _, y in items]
+        )
+
+    clients = fq.make_clients(Counting(), count=1, collate_fn=collate, transforms=["Resize(3)"])
+    sizes.clear()
+    assert clients.train[0].batch(torch.arange(5))[0].shape == (5, 3, 3, 3)
+    assert sizes == [5]
+
+
+def make_masks():
+    """Images whose targets are images: where they are bright."""
+    x = (torch.rand(6, 1, 8, 8, generator=seeded()) > 0.5).float()
+    return x, x[:, 0].long()
 
 
 def test_target_images_move_with_their_inputs_if_asked():
     chain = ["RandomCrop(6, padding=2)", "HorizontalFlip", "VerticalFlip", "CenterCrop(5)"]
-    data = transform_examples(Masks(), make_pipeline(chain, transform_targets=True))
+    data = transform_examples(
+        to_examples(make_masks()), make_pipeline(chain, transform_targets=True)
+    )
     for generator in (seeded(3), None):
         x, y = data.batch(torch.arange(6), generator)
         assert y.shape == (6, 5, 5)
@@ -475,9 +510,13 @@ def test_target_images_move_with_their_inputs_if_asked():
 @pytest.mark.parametrize(
     ("data", "arguments", "words"),
     [
-        (Masks(), {"transforms": ["Resize(4)"]}, r"shape \(8, 8\).*Resize.*set transform_targets"),
         (
-            Masks(),
+            make_masks(),
+            {"transforms": ["Resize(4)"]},
+            r"shape \(8, 8\).*Resize.*set transform_targets",
+        ),
+        (
+            make_masks(),
             {"transforms": [abs], "test_transforms": [], "transform_targets": True},
             "cannot move targets too, got PerImage.abs",
         ),

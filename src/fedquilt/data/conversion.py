@@ -69,8 +69,6 @@ class DatasetExamples:
     run does not depend on which worker reads the items.
     """
 
-    may_mix_sizes = True  # until a Resize, if transforms begin with one
-
     def __init__(
         self,
         dataset: torch_data.Dataset[Any],
@@ -132,6 +130,11 @@ class DatasetExamples:
         labels = None if self._labels is None else self._labels[rows]
         form = {"collate_fn": self._collate_fn, "target": self._target}
         return DatasetExamples(self.dataset, self.rows[rows], labels, **form)  # type: ignore[arg-type]
+
+    @property
+    def may_mix_sizes(self) -> bool:
+        """Whether items may have different sizes, until the Resize that transforms begin with."""
+        return self._collate_fn is None
 
     def check_sizes(self) -> None:
         """Refuses items of different sizes, if the dataset can tell without reading them."""

@@ -189,12 +189,12 @@ def make_clients(
     check_value("count", count, int | None)
     check_value("min_examples", min_examples, Count)
     check_value("seed", seed, Number)
+    convert = partial(to_examples, collate_fn=collate_fn, target=target)
     if transforms is not None or test_transforms is not None or transform_targets:
         pipeline = make_pipeline(
             transforms or (), test_transforms, transform_targets=transform_targets
         )
-        train, test = (_transform(data, pipeline) for data in (train, test))
-    convert = partial(to_examples, collate_fn=collate_fn, target=target)
+        train, test = (_transform(data, pipeline, convert) for data in (train, test))
     if _is_per_client(train):
         if holdout_clients:
             raise DataError(
@@ -214,11 +214,11 @@ def make_clients(
     return _make_population(own, tests, server_test, budgets, validation, names)
 
 
-def _transform(data: Any, pipeline: Pipeline) -> Any:
+def _transform(data: Any, pipeline: Pipeline, convert: Callable[[Any], ClientData]) -> Any:
     """Puts a set, or the set of each client, through a pipeline."""
     if _is_per_client(data):
-        return [transform_examples(to_examples(own), pipeline) for own in data]
-    return None if data is None else transform_examples(to_examples(data), pipeline)
+        return [transform_examples(convert(own), pipeline) for own in data]
+    return None if data is None else transform_examples(convert(data), pipeline)
 
 
 def _take_per_client(

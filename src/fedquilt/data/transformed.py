@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,9 @@ from fedquilt.data.examples import ClientData, ConcatExamples, Examples, Rows
 from fedquilt.data.pipeline import Chain, PerImage, Pipeline
 from fedquilt.data.transforms import Normalize, Resize, Transform
 from fedquilt.errors import DataError
+from fedquilt.learning.batch import Batch, as_batch, concatenate
+
+IMAGE_NAMES = ("image", "images", "pixel_values")  # of an input's entry, in this order
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,26 +54,25 @@ class TransformedExamples:
         is_fixed = chain == self.pipeline.evaluation and not any(t.is_random for t in chain)
         return is_fixed and getattr(self.data, "has_fixed_batches", False)
 
-    def batch(
-        self, rows: Tensor, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
         """Returns transformed inputs, and targets; a generator means training, None evaluation."""
         chain = self.pipeline.get_chain(generator)
-        if len(rows) > 1 and _may_mix_sizes(self.data) and chain and isinstance(chain[0], Resize):
-            parts = (self.data.batch(rows[i : i + 1], generator) for i in range(len(rows)))
-            resized = [self._transform(part, chain[:1], generator) for part in parts]
-            inputs, targets = (torch.cat(tensors) for tensors in zip(*resized, strict=True))
-            return self._transform((inputs, targets), chain[1:], generator)
-        return self._transform(self.data.batch(rows, generator), chain, generator)
+        if len(rows) <= 1 or not (_may_mix_sizes(self.data) and _begins_with_resize(chain)):
+            batch = as_batch(self.data.batch(rows, generator))
+            return self._transform(batch, chain, generator)
+        items = (as_batch(self.data.batch(row, generator)) for row in rows.split(1))
+        resized = [self._transform(item, chain[:1], generator) for item in items]
+        joined = resized[0].with_parts(*map(concatenate, zip(*resized, strict=True)))
+        return self._transform(joined, chain[1:], generator)
 
     def select(self, rows: Rows) -> TransformedExamples:
         """Selects some rows."""
         return replace(self, data=self.data.select(rows))
 
-    def _transform(
-        self, batch: tuple[Tensor, Tensor], chain: Chain, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
-        images, targets = batch
+    def _transform(self, batch: Batch, chain: Chain, generator: torch.Generator | None) -> Batch:
+        inputs, targets = batch
+        key = _find_images(inputs)
+        images = inputs if key is None else inputs[key]
         moves_targets = self.pipeline.transform_targets
         for transform in chain:
             drawn = None
@@ -79,7 +81,7 @@ class TransformedExamples:
             if moves_targets and transform.is_geometric:
                 targets = _move_targets(transform, targets, drawn)
             images = transform.apply(images, drawn)
-        return images, targets
+        return batch.with_parts(_replace_images(inputs, key, images), targets)
 
 
 def transform_examples(data: ClientData, pipeline: Pipeline) -> TransformedExamples:
@@ -98,8 +100,9 @@ def transform_examples(data: ClientData, pipeline: Pipeline) -> TransformedExamp
     transformed = TransformedExamples(data, pipeline)
     if len(data):
         first = torch.zeros(1, dtype=torch.int64)
-        images, targets = data.batch(first)
-        _check_images(images, targets, pipeline)
+        inputs, targets = data.batch(first)
+        key = _find_images(inputs)
+        _check_images(inputs if key is None else inputs[key], targets, pipeline)
         for generator in (None, torch.Generator()):
             transformed.batch(first, generator)
     return transformed
@@ -108,8 +111,7 @@ def transform_examples(data: ClientData, pipeline: Pipeline) -> TransformedExamp
 def check_sizes(data: ClientData) -> None:
     """Refuses images of different sizes that no transform makes equal, if the data can tell."""
     if isinstance(data, TransformedExamples):
-        chains = (data.pipeline.training, data.pipeline.evaluation)
-        if all(chain and isinstance(chain[0], Resize) for chain in chains):
+        if all(map(_begins_with_resize, (data.pipeline.training, data.pipeline.evaluation))):
             return
         data = data.data
     if hasattr(data, "check_sizes"):
@@ -136,14 +138,41 @@ def _may_mix_sizes(data: ClientData) -> bool:
     return bool(getattr(data, "may_mix_sizes", False))
 
 
-def _check_images(images: Any, targets: Any, pipeline: Pipeline) -> None:
-    """Checks that there are images to transform, and what is said of their targets."""
-    if not isinstance(images, Tensor):
+def _begins_with_resize(chain: Chain) -> bool:
+    return bool(chain) and isinstance(chain[0], Resize)
+
+
+def _find_images(inputs: Any) -> Any:
+    """Finds the entry of a dict or tuple that is the images; None: the inputs are the images."""
+    if isinstance(inputs, Tensor):
+        return None
+    entries = inputs if isinstance(inputs, Mapping) else dict(enumerate(inputs))
+    named: list[Any] = [name for name in IMAGE_NAMES if name in entries]
+    found = named or [key for key, value in entries.items() if _are_images(value)]
+    if not found or (len(found) > 1 and not named):
         raise DataError(
-            "transforms are of inputs that are one tensor of images, got a "
-            f"{type(images).__name__}; transform the items in a torch Dataset of your own"
+            "transforms need one entry of the inputs that is images (N, C, H, W), got "
+            f"{len(found)} among {', '.join(map(str, entries))}; call it '{IMAGE_NAMES[0]}'"
         )
-    if images.ndim != 4 or not images.is_floating_point():
+    return found[0]
+
+
+def _replace_images(inputs: Any, key: Any, images: Tensor) -> Any:
+    """The inputs with other images."""
+    if key is None:
+        return images
+    if isinstance(inputs, Mapping):
+        return {**inputs, key: images}
+    return (*inputs[:key], images, *inputs[key + 1 :])
+
+
+def _are_images(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point()
+
+
+def _check_images(images: Tensor, targets: Any, pipeline: Pipeline) -> None:
+    """Checks that there are images to transform, and what is said of their targets."""
+    if not _are_images(images):
         raise DataError(
             "only images (N, C, H, W) can be normalized or augmented, got "
             f"{images.dtype} of shape {tuple(images.shape)}; leave out the transforms"
