@@ -14,8 +14,8 @@ can be had by name:
 Linear(in_features=4, out_features=10, bias=True)
 >>> "mlp" in fq.MODELS, fq.METHODS["heterofl"] is fq.HeteroFL, "fedavgm" in fq.SERVER_OPTIMIZERS
 (True, True, True)
->>> fq.AGGREGATORS["median"] is fq.Median
-True
+>>> fq.AGGREGATORS["median"] is fq.Median, fq.ATTACKS["alie"] is fq.ALIE
+(True, True)
 >>> fq.__version__.count(".") >= 2
 True
 """
@@ -64,6 +64,15 @@ from fedquilt.federation.aggregation import (
     chain,
 )
 from fedquilt.federation.client import Client, ClientResult, Failure, Recipe, Task, Update
+from fedquilt.federation.hostile import (
+    ALIE,
+    Attack,
+    GaussianNoise,
+    InnerProduct,
+    Mimic,
+    ScaledUpdate,
+    SignFlip,
+)
 from fedquilt.federation.privacy import Accountant, Privacy, PrivacySpent
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Phase, Setup, State
@@ -121,6 +130,7 @@ from fedquilt.training.context import ClientContext
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.optimizer_settings import SGDSettings
 from fedquilt.training.optimizers import make_optimizer
+from fedquilt.training.poisoning import ATTACKS, Backdoor, LabelFlip
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.torch_optimizers import TorchOptimizer
 from fedquilt.version import __version__
@@ -128,7 +138,9 @@ from fedquilt.version import __version__
 __all__ = [
     "ADDS",
     "AGGREGATORS",
+    "ALIE",
     "APFL",
+    "ATTACKS",
     "METHODS",
     "MODELS",
     "PGD",
@@ -138,6 +150,8 @@ __all__ = [
     "Aggregate",
     "AggregationPipeline",
     "Aggregator",
+    "Attack",
+    "Backdoor",
     "BaseMethod",
     "Budget",
     "Cadence",
@@ -174,15 +188,19 @@ __all__ = [
     "FedYogi",
     "FedquiltError",
     "FjORD",
+    "GaussianNoise",
     "GeometricMedian",
     "HeteroFL",
+    "InnerProduct",
     "Krum",
+    "LabelFlip",
     "LocalEngine",
     "LocalSGD",
     "LocalTraining",
     "Mean",
     "Median",
     "Method",
+    "Mimic",
     "MultiKrum",
     "NeFL",
     "PFedMe",
@@ -199,12 +217,14 @@ __all__ = [
     "Run",
     "SGDSettings",
     "SHeteroFL",
+    "ScaledUpdate",
     "SecureAggregation",
     "Selection",
     "ServerOptimizer",
     "ServerSGD",
     "ServerUpdate",
     "Setup",
+    "SignFlip",
     "SizeScore",
     "SplitMix",
     "State",

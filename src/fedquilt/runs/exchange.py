@@ -9,9 +9,11 @@ from typing import Protocol
 from fedquilt.engines.engine import Engine
 from fedquilt.federation.aggregation import AggregationPipeline
 from fedquilt.federation.client import Task
+from fedquilt.federation.hostile import Attack
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Setup, State
 from fedquilt.runs.accounting import RoundAccounting
+from fedquilt.runs.attacks import AttackedExchange
 
 
 class Exchange(Protocol):
@@ -73,8 +75,12 @@ class PlainExchange:
         return merged.state
 
 
-def make_exchange(setup: Setup, secure: SecureAggregation | None) -> Exchange:
-    """The exchange of a run; None: the server sees every update."""
+def make_exchange(
+    setup: Setup, secure: SecureAggregation | None, attack: Attack | None = None
+) -> Exchange:
+    """The exchange of a run; None: the server sees every update, and all clients are honest."""
+    if attack is not None:
+        return AttackedExchange(setup, attack)
     if secure is None:
         return PlainExchange(setup)
     from fedquilt.runs.secure import SecureExchange  # which needs an extra

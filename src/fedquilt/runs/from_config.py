@@ -26,6 +26,7 @@ from fedquilt.runs.run import Run
 from fedquilt.runs.selection import Selection
 from fedquilt.settings.load import load_config, override_settings
 from fedquilt.settings.resolve import (
+    build_attack,
     build_method,
     build_model,
     build_population,
@@ -95,6 +96,7 @@ def plan_run_over(
         build_privacy(config),
         secure=build_secure_aggregation(config),
         selection=Selection(**config.selection.model_dump()),
+        attack=build_attack(config),
     )
 
 

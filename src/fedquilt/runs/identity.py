@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from fedquilt.federation.client import Client
+from fedquilt.federation.hostile import Attack
 from fedquilt.federation.privacy import Privacy
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Setup
@@ -29,8 +30,9 @@ def compute_fingerprint(
     method: Method,
     privacy: Privacy | None = None,
     secure: SecureAggregation | None = None,
+    attack: Attack | None = None,
 ) -> str:
-    """The SHA-256 of model, method, clients, seed, sampling, privacy and secure aggregation.
+    """The SHA-256 of model, method, clients, seed, sampling, privacy, secure sums and attacks.
 
     Rounds may differ.
     """
@@ -49,6 +51,8 @@ def compute_fingerprint(
         identity["task"] = setup.task.describe()
     if secure is not None:
         identity["secure_aggregation"] = describe_settings(secure)
+    if attack is not None:
+        identity["attacks"] = describe_settings(attack)
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

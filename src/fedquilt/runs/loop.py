@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from fedquilt.errors import CheckpointError, CorruptFileError, TrainingError
 from fedquilt.evaluation.accuracy import SizeScore, evaluate
 from fedquilt.evaluation.clients import ClientRecord
 from fedquilt.federation.client import Failure, Task, derive_seed
+from fedquilt.federation.hostile import Attack
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Phase, Setup, State, sample_cohort
 from fedquilt.methods.method import Method
 from fedquilt.runs import checkpoint
 from fedquilt.runs.accounting import RoundAccounting, count_subnet_bytes
+from fedquilt.runs.attacks import measure_backdoor
 from fedquilt.runs.checkpoint import Checkpoint
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.environment import Environment, describe_environment_change, read_environment
@@ -67,6 +70,7 @@ class TrainingLoop:
     ``on_finished`` is called with the finished state, before its last evaluation. ``available``
     returns the clients that can be asked now; None means all of them. ``privacy`` plans and
     accounts for the rounds of a private run. With ``secure`` the server learns sums only.
+    With ``attack`` some clients are hostile.
     ``selection`` says which round's model is kept, by the data of ``validators``.
     """
 
@@ -86,6 +90,7 @@ class TrainingLoop:
     secure: SecureAggregation | None = None
     selection: Selection = field(default_factory=Selection)
     validators: tuple[int, ...] = ()
+    attack: Attack | None = None
     environments: tuple[Environment, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -103,7 +108,7 @@ class TrainingLoop:
             self.testers = ()  # what clients' own test data say is no part of the budget
         if self.secure is not None:
             self._aggregations = make_secure(self._aggregations, self.secure)
-        self._client_exchange = make_exchange(self.setup, self.secure)
+        self._client_exchange = make_exchange(self.setup, self.secure, self.attack)
         directory = self.directory
         self._records = None if directory is None else Records(directory)
         self._states = None if directory is None else directory.client_states
@@ -325,18 +330,17 @@ class TrainingLoop:
         if is_final and self.on_finished is not None:
             self.on_finished(self, finished)  # before an evaluation that may fail
         failures = [failure for accounting in closings for failure in accounting.failures]
-        scores = tuple(
-            evaluate(
-                self.setup,
-                self.method,
-                finished,
-                self.engine,
-                has_server_test=self.has_server_test,
-                testers=tuple(
-                    client for client in self.testers if client in self._find_available()
-                ),
-                on_failure=failures.append,
-            )
+        find_scores = partial(
+            evaluate,
+            self.setup,
+            self.method,
+            finished,
+            has_server_test=self.has_server_test,
+            testers=tuple(client for client in self.testers if client in self._find_available()),
+            on_failure=failures.append,
+        )
+        scores = measure_backdoor(
+            self.attack, self.engine, find_scores(engine=self.engine), find_scores
         )
         is_compared = not is_final and self._compares(state)
         validation = self._validate(finished, failures) if is_compared else None

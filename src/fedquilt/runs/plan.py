@@ -12,6 +12,7 @@ from fedquilt.customize.info import ModelCall, RunInfo, describe_inputs
 from fedquilt.data.pipeline import find_normalization, name_transforms
 from fedquilt.data.population import Population
 from fedquilt.errors import CheckpointError, ConfigError
+from fedquilt.federation.hostile import Attack
 from fedquilt.federation.privacy import Privacy, make_secret
 from fedquilt.federation.privacy.settings import hide_data
 from fedquilt.federation.secure import SecureAggregation
@@ -21,6 +22,7 @@ from fedquilt.files import MAX_WAIT
 from fedquilt.methods.method import Method
 from fedquilt.models import get_factory_call
 from fedquilt.models.pretrained import LoadReport, load_pretrained
+from fedquilt.runs.attacks import check_attack
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.engines import EngineFactory, make_local_engine
 from fedquilt.runs.events import Callback, WaitingForLock, combine_callbacks, list_callbacks
@@ -72,6 +74,7 @@ class RunPlan:
     privacy: Privacy | None = None  # None: the run is not private
     secure: SecureAggregation | None = None  # None: the server sees every update
     selection: Selection = field(default_factory=Selection)
+    attack: Attack | None = None  # None: all clients are honest
 
 
 def start_run(plan: RunPlan) -> PreparedRun:
@@ -107,6 +110,7 @@ def _prepare(plan: RunPlan) -> Setup:
     for phase in plan.method.phases(setup):
         plan.method.aggregation(setup, phase.name)
     _check_secure(plan, setup)
+    check_attack(plan.attack, setup, is_secure=plan.secure is not None)
     return setup
 
 
@@ -208,7 +212,9 @@ class PreparedRun:
                     plan.population.has_server_test,
                     plan.population.testers,
                     directory,
-                    compute_fingerprint(self.setup, plan.method, plan.privacy, plan.secure),
+                    compute_fingerprint(
+                        self.setup, plan.method, plan.privacy, plan.secure, plan.attack
+                    ),
                     plan.cadence,
                     callbacks,
                     plan.faults,
@@ -220,6 +226,7 @@ class PreparedRun:
                     plan.secure,
                     plan.selection,
                     plan.population.validators,
+                    attack=plan.attack,
                 )
                 return self._finish(loop)
 

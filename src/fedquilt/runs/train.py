@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedquilt.data.population import Population
 from fedquilt.errors import ConfigError
+from fedquilt.federation.hostile import Attack
 from fedquilt.federation.privacy import Privacy
 from fedquilt.federation.privacy.settings import choose_sampling
 from fedquilt.federation.secure import SecureAggregation
@@ -66,6 +67,7 @@ def train(
     sampling: Sampling | None = None,
     secure_aggregation: SecureAggregation | None = None,
     selection: Selection | None = None,
+    attacks: Attack | None = None,
 ) -> Run:
     """Trains a model over clients of any size.
 
@@ -107,6 +109,8 @@ def train(
             every update.
         selection: Which round's model is kept, and when the run stops early, such as
             ``Selection(keep="best", patience=5)``; None: the last round's.
+        attacks: Hostile clients that are simulated, to measure a defence, such as
+            ``SignFlip(clients=0.2)``; None: all clients are honest.
 
     Returns:
         The finished run.
@@ -168,5 +172,6 @@ def train(
         privacy=privacy if privacy is not None and privacy.is_on else None,
         secure=secure_aggregation,
         selection=selection or Selection(),
+        attack=attacks,
     )
     return (resume_run if resume else start_run)(plan).train(callbacks)

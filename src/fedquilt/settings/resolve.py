@@ -32,6 +32,7 @@ from fedquilt.federation.aggregation import (
     UpdateTransform,
 )
 from fedquilt.federation.budgets import BudgetDistribution
+from fedquilt.federation.hostile import Attack
 from fedquilt.federation.privacy import Privacy
 from fedquilt.federation.privacy.settings import choose_sampling
 from fedquilt.federation.secure import SecureAggregation
@@ -42,6 +43,7 @@ from fedquilt.models import find_factory, make_model
 from fedquilt.settings.load import load_config, override_settings
 from fedquilt.settings.schema import (
     DEFAULT_AGGREGATOR,
+    DEFAULT_ATTACK,
     DEFAULT_CLIENTS,
     AggregationSection,
     Config,
@@ -53,6 +55,7 @@ from fedquilt.structure.create import trace_structure
 from fedquilt.structure.measure import SHORT_LENGTHS, is_recurrent
 from fedquilt.structure.structure import Structure
 from fedquilt.training.function_path import FunctionPath
+from fedquilt.training.poisoning import ATTACKS
 from fedquilt.training.serialization import list_functions
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.torch_optimizers import TorchOptimizer
@@ -156,6 +159,14 @@ def build_aggregator(config: Config) -> Aggregator | None:
         return None
     own = section.model_dump(exclude={"name", *AggregationSection.model_fields})
     return AGGREGATORS[section.name](**own)
+
+
+def build_attack(config: Config) -> Attack | None:
+    """Makes the attack that the settings name; None: all clients are honest."""
+    section = config.attacks
+    if section.name == DEFAULT_ATTACK:
+        return None
+    return ATTACKS[section.name](**section.model_dump(exclude={"name"}))
 
 
 def build_transforms(config: Config) -> tuple[UpdateTransform, ...]:

@@ -22,16 +22,19 @@ from fedquilt.federation.state import Sampling
 from fedquilt.methods import METHODS
 from fedquilt.ranges import Fraction, NotNegative, Positive
 from fedquilt.settings.derive import derive_section, list_arguments
+from fedquilt.training.poisoning import ATTACKS
 from fedquilt.training.settings import LocalTraining
 
 DEFAULT_CLIENTS = 10
 DEFAULT_METHOD = "heterofl"
 DEFAULT_SERVER_OPTIMIZER = "sgd"
 DEFAULT_AGGREGATOR = "mean"
+DEFAULT_ATTACK = "none"
 DEFAULTS = {
     "method": DEFAULT_METHOD,
     "server_optimizer": DEFAULT_SERVER_OPTIMIZER,
     "aggregation": DEFAULT_AGGREGATOR,
+    "attacks": DEFAULT_ATTACK,
 }
 SECTIONS_OF_THEIR_OWN = ("local_training", "aggregator", "transforms")  # no settings of a method
 JSON_SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -113,6 +116,14 @@ class MethodSection(Choice):
 
 class ServerOptimizerSection(Choice):
     """What the server makes of the mean of the updates."""
+
+
+class NoAttack:
+    """All clients are honest."""
+
+
+class AttackSection(Choice):
+    """Hostile clients, simulated: who they are, and what they do."""
 
 
 class AggregationSection(Choice):
@@ -268,6 +279,12 @@ SERVER_OPTIMIZER_SECTIONS = _derive_choices(
     DEFAULT_SERVER_OPTIMIZER,
     ServerOptimizerSection,
 )
+ATTACK_SECTIONS = _derive_choices(
+    "What hostile clients do, who are simulated to measure a defence.",
+    {DEFAULT_ATTACK: NoAttack, **ATTACKS},
+    DEFAULT_ATTACK,
+    AttackSection,
+)
 AGGREGATION_SECTIONS = _derive_choices(
     "How the updates of a round become one.", AGGREGATORS, DEFAULT_AGGREGATOR, AggregationSection
 )
@@ -275,16 +292,18 @@ CHOICES: Mapping[str, Mapping[str, type[Choice]]] = {
     "method": METHOD_SECTIONS,
     "server_optimizer": SERVER_OPTIMIZER_SECTIONS,
     "aggregation": AGGREGATION_SECTIONS,
+    "attacks": ATTACK_SECTIONS,
 }
 if TYPE_CHECKING:
     AnyMethodSection = MethodSection
     AnyServerOptimizerSection = ServerOptimizerSection
     AnyAggregationSection = AggregationSection
+    AnyAttackSection = AttackSection
     LocalTrainingSection = Section
     PrivacySection = Section
     AnySecureAggregationSection = SecureAggregationSection
 else:
-    AnyMethodSection, AnyServerOptimizerSection, AnyAggregationSection = (
+    AnyMethodSection, AnyServerOptimizerSection, AnyAggregationSection, AnyAttackSection = (
         Annotated[reduce(operator.or_, sections.values()), Field(discriminator="name")]
         for sections in CHOICES.values()
     )
@@ -315,6 +334,7 @@ class Config(Section):
     aggregation: AnyAggregationSection = AGGREGATION_SECTIONS[DEFAULT_AGGREGATOR](  # type: ignore[assignment]
         name=DEFAULT_AGGREGATOR
     )
+    attacks: AnyAttackSection = ATTACK_SECTIONS[DEFAULT_ATTACK](name=DEFAULT_ATTACK)  # type: ignore[assignment]
     run: RunSection = RunSection()
     selection: SelectionSection = SelectionSection()
     flower: FlowerSection = FlowerSection()
@@ -333,6 +353,11 @@ class Config(Section):
     @classmethod
     def _name_default_aggregation(cls, value: Any) -> Any:
         return _name_choice(value, DEFAULT_AGGREGATOR)
+
+    @field_validator("attacks", mode="before")
+    @classmethod
+    def _name_default_attack(cls, value: Any) -> Any:
+        return _name_choice(value, DEFAULT_ATTACK)
 
 
 def _name_choice(section: Any, default: str) -> Any:

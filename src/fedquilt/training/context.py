@@ -81,6 +81,7 @@ class ClientContext:
         self._host_model, self.structure, self.device = model, structure, device
         self.task = task
         self._data = data
+        self._change_data: Callable[[ClientData, str], ClientData] = lambda data, split: data
         self._shared = _Shared()
         self._joined: dict[str, ClientData] = {}  # everyone's, by split
         self._built: OrderedDict[tuple[Subnet, int, bool], nn.Module] = OrderedDict()
@@ -177,10 +178,20 @@ class ClientContext:
             if split not in self._joined:
                 clients = sorted(self._data[split].keys() - {SERVER})
                 self._joined[split] = ConcatExamples(tuple(self._data[split][c] for c in clients))
-            return self._place(self._joined[split], (split, client))
+            return self._change_data(self._place(self._joined[split], (split, client)), split)
         if split == "validation" and client not in self._data.get(split, {}):
             split = "train"
-        return self._place(self._data[split][client], (split, client))
+        return self._change_data(self._place(self._data[split][client], (split, client)), split)
+
+    def with_data(self, change: Callable[[ClientData, str], ClientData]) -> ClientContext:
+        """The same context with other data.
+
+        Args:
+            change: Makes them of the data and the name of their split.
+        """
+        context = copy.copy(self)
+        context._change_data = change
+        return context
 
     def _place(self, data: ClientData, key: Hashable) -> ClientData:
         """The data with inputs in the order of the model's arguments, and batches on the device."""

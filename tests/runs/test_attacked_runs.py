@@ -1,0 +1,149 @@
+"""Runs with hostile clients: the same bits everywhere, settings, refusals, and the backdoor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt.errors import ConfigError
+from fedquilt.runs.events import RoundDone
+from fedquilt.settings.load import load_config
+from fedquilt.settings.resolve import build_attack
+from fedquilt.training.poisoning import StampedData
+
+ATTACKS = {
+    "alie": fq.ALIE(clients=0.34),
+    "noise": fq.GaussianNoise(clients=(1, 2)),
+    "flip": fq.LabelFlip(clients=0.34),
+    "backdoor": fq.Backdoor(clients=0.34, target=1, size=1),
+}
+
+
+@pytest.fixture(scope="module")
+def images():
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(72) % 3
+    x = torch.rand(72, 1, 4, 4, generator=generator) * 0.5 + labels.view(-1, 1, 1, 1) / 6
+    return x, labels
+
+
+@pytest.fixture(scope="module")
+def clients(images):
+    return fq.make_clients(images, test=images, count=6, budgets=(1.0, 0.5))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16, 3)
+    )
+
+
+def train(images, clients, attack, rounds=3, **how):
+    method = fq.HeteroFL(
+        fq.LocalTraining(epochs=1, batch_size=6),
+        aggregator=fq.TrimmedMean(hostile=1, mixing="buckets", bucket_size=1),
+        transforms=(fq.ClipQuantile(0.8, per_ring=True),),
+    )
+    how = {"workers": 0, "cadence": fq.Cadence(checkpoint_every=1), **how}
+    return fq.train(make_model(), images[0][:1], method, clients, rounds, attacks=attack, **how)
+
+
+def bits(run):
+    return {name: tensor.numpy().tobytes() for name, tensor in run.state.params.items()}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacked_runs_have_the_same_bits_with_workers_and_when_resumed(
+    images, clients, name, tmp_path
+):
+    attack = ATTACKS[name]
+    whole = train(images, clients, attack)
+    assert bits(whole) != bits(train(images, clients, None))
+    assert bits(train(images, clients, attack, workers=2)) == bits(whole)
+
+    def stop(event):
+        if isinstance(event, RoundDone) and event.round == 2:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        train(images, clients, attack, out=out, callbacks=[stop])
+    resumed = train(images, clients, attack, out=out, resume=True)
+    assert bits(resumed) == bits(whole)
+    assert [s.metrics for s in resumed.scores] == [s.metrics for s in whole.scores]
+
+
+def test_a_run_is_not_resumed_with_another_attack(images, clients, tmp_path):
+    train(images, clients, ATTACKS["alie"], rounds=1, out=tmp_path / "run")
+    with pytest.raises(fq.FedquiltError, match="other settings|another"):
+        train(images, clients, None, rounds=2, out=tmp_path / "run", resume=True)
+
+
+def test_the_success_of_a_backdoor_is_that_of_triggered_examples(images, clients):
+    run = train(images, clients, ATTACKS["backdoor"], rounds=1)
+    x, y = images
+    triggered = x[y != 1].clone()
+    triggered[..., -1:, -1:] = x.max()
+    for score in run.scores:
+        with torch.no_grad():
+            answers = run.customize(width=score.width).eval()(triggered).argmax(1)
+        expected = float((answers == 1).float().mean())
+        assert score.metrics["backdoor_success"] == pytest.approx(expected, abs=0.05)
+    assert (
+        "backdoor_success"
+        not in train(images, clients, ATTACKS["flip"], rounds=1).scores[0].metrics
+    )
+
+
+def test_hostile_clients_train_on_stamped_images_and_the_target(clients):
+    data = clients.train[0]
+    attack = fq.Backdoor(target=2, poisoned=0.25, size=2)
+    poisoned = attack.poison_data(data, "train")
+    rows = torch.arange(len(data))
+    (x, y), (new, labels) = data.batch(rows), poisoned.batch(rows)
+    changed = (x != new).flatten(1).any(1)
+    assert int(changed.sum()) == len(data) // 4
+    assert labels[changed].eq(2).all()
+    assert labels[~changed].equal(y[~changed])
+    assert labels.equal(poisoned.labels)
+    assert (x != new)[..., :-2, :].sum() == (x != new)[..., :-2].sum() == 0
+    assert attack.poison_data(data, "test") is data
+    only = attack.trigger(data)
+    assert isinstance(only, StampedData)
+    assert len(only) == int((data.labels != 2).sum())
+    assert only.batch(torch.arange(len(only)))[1].eq(2).all()
+
+
+def test_settings_name_an_attack_and_its_clients():
+    config = load_config({"attacks": {"name": "Backdoor", "clients": [1, 2], "target": 3}})
+    assert build_attack(config) == fq.Backdoor(clients=(1, 2), target=3)
+    assert build_attack(load_config({"attacks": {"name": "ipm", "clients": 0.1}})) == (
+        fq.InnerProduct(clients=0.1)
+    )
+    assert build_attack(load_config({})) is None
+    for wrong, rule in (
+        ({"clients": 0.2}, "'attacks.clients' is not known"),
+        ({"name": "sign-flop"}, "did you mean 'sign-flip'"),
+        ({"name": "alie", "clients": 2.0}, "attacks.clients"),
+    ):
+        with pytest.raises(ConfigError, match=rule):
+            load_config({"attacks": wrong})
+
+
+def test_attacks_that_make_no_sense_are_refused_before_a_run_starts(images, clients):
+    rows = torch.rand(24, 4)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    people = fq.make_clients((rows, torch.arange(24) % 3), count=2)
+    with pytest.raises(ConfigError, match="a square into images"):
+        fq.train(plain, rows[:1], "fedavg", people, 1, workers=0, attacks=fq.Backdoor())
+    numbers = fq.make_clients((rows, torch.rand(24, 3)), count=2)
+    with pytest.raises(ConfigError, match="this task has none"):
+        fq.train(
+            plain, rows[:1], "fedavg", numbers, 1, workers=0, loss="mse", attacks=fq.LabelFlip()
+        )
+    with pytest.raises(ConfigError, match="one of 3 classes"):
+        train(images, clients, fq.Backdoor(target=3))
+    with pytest.raises(ConfigError, match="there is no 99"):
+        train(images, clients, fq.SignFlip(clients=(99,)))
