@@ -77,7 +77,7 @@ def test_attacked_runs_have_the_same_bits_with_workers_and_when_resumed(
 
 def test_a_run_is_not_resumed_with_another_attack(images, clients, tmp_path):
     train(images, clients, ATTACKS["alie"], rounds=1, out=tmp_path / "run")
-    with pytest.raises(fq.FedquiltError, match="other settings|another"):
+    with pytest.raises(fq.FedquiltError, match="other"):
         train(images, clients, None, rounds=2, out=tmp_path / "run", resume=True)
 
 
