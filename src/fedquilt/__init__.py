@@ -76,6 +76,9 @@ from fedquilt.federation.hostile import (
 from fedquilt.federation.privacy import Accountant, Privacy, PrivacySpent
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.learning.losses import LOSSES, BatchLoss, Loss
+from fedquilt.learning.metrics import METRICS, Metric, MetricInfo, TorchMetric, metric
+from fedquilt.learning.task import LearningTask
 from fedquilt.methods import (
     ADDS,
     APFL,
@@ -141,7 +144,9 @@ __all__ = [
     "ALIE",
     "APFL",
     "ATTACKS",
+    "LOSSES",
     "METHODS",
+    "METRICS",
     "MODELS",
     "PGD",
     "SERVER_OPTIMIZERS",
@@ -153,6 +158,7 @@ __all__ = [
     "Attack",
     "Backdoor",
     "BaseMethod",
+    "BatchLoss",
     "Budget",
     "Cadence",
     "Callback",
@@ -194,14 +200,18 @@ __all__ = [
     "InnerProduct",
     "Krum",
     "LabelFlip",
+    "LearningTask",
     "LocalEngine",
     "LocalSGD",
     "LocalTraining",
+    "Loss",
     "Mean",
     "Median",
     "Method",
     "Mimic",
     "MultiKrum",
+    "Metric",
+    "MetricInfo",
     "NeFL",
     "PFedMe",
     "Part",
@@ -231,6 +241,7 @@ __all__ = [
     "Structure",
     "Subnet",
     "Task",
+    "TorchMetric",
     "TorchOptimizer",
     "TrimmedMean",
     "Update",
@@ -258,6 +269,7 @@ __all__ = [
     "make_clients",
     "make_model",
     "make_optimizer",
+    "metric",
     "open_run",
     "standalone",
     "trace_structure",

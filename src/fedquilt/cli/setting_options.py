@@ -18,6 +18,8 @@ TRAIN_OPTIONS = {  # parameter of the command -> setting
     "data": "data.source",
     "method": "method.name",
     "model": "model.name",
+    "loss": "task.loss",
+    "metrics": "task.metrics",
     "rounds": "rounds",
     "clients": "data.clients",
     "partition": "data.partition",
@@ -40,7 +42,7 @@ TRAIN_OPTIONS = {  # parameter of the command -> setting
 COMPARE_OPTIONS = {  # what all methods of a comparison share
     name: TRAIN_OPTIONS[name]
     for name in (
-        *("data", "model", "rounds", "clients", "partition", "budgets"),
+        *("data", "model", "loss", "metrics", "rounds", "clients", "partition", "budgets"),
         *("fraction", "lr", "evaluate_every"),
     )
 }

@@ -61,6 +61,14 @@ class ModelCall:
 
 
 @dataclass(frozen=True)
+class TaskNames:
+    """What was learned: the names of the loss and of the metrics."""
+
+    loss: str
+    metrics: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """The run that a finished model comes from, as plain values; stored with the model.
 
@@ -93,6 +101,7 @@ class RunInfo:
     model_call: ModelCall | None = None
     method_settings: dict[str, Any] | None = None
     transforms: tuple[str, ...] = ()
+    task: TaskNames | None = None  # None: classification
     normalization: Normalize | None = None
     model_round: NonNegativeInt | None = None
     trained_rounds: NonNegativeInt | None = None

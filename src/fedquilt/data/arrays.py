@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedquilt.data.conversion import require_finite
 from fedquilt.data.dataset import MAX_CLASSES, Dataset
-from fedquilt.data.examples import Examples
+from fedquilt.data.examples import Examples, NestedExamples
 from fedquilt.data.transforms import Normalize
 from fedquilt.errors import DataError
 
@@ -31,6 +31,8 @@ def make_dataset(name: str, arrays: Arrays) -> Dataset:
     x_train, x_test = (_to_tensor(arrays[key], key) for key in ("x_train", "x_test"))
     if len(x_test) == 0:
         x_test = x_train[:0]
+    if not _has_classes(arrays["y_train"]):
+        return _make_target_dataset(name, arrays, x_train, x_test)
     y_train, y_test = (torch.from_numpy(arrays[k].astype(np.int64)) for k in ("y_train", "y_test"))
     _check_test_labels(name, y_train, y_test)
     scale = Normalize.from_images(x_train) if x_train.dtype == torch.uint8 else None
@@ -46,6 +48,29 @@ def make_dataset(name: str, arrays: Arrays) -> Dataset:
         group_names=group_names,
     )
     return dataset.with_augmentation("crop-flip") if crops else dataset
+
+
+def _has_classes(targets: Array) -> bool:
+    """Whether targets are class numbers: one integer for each example."""
+    return targets.ndim == 1 and targets.dtype.kind in "iu"
+
+
+def _make_target_dataset(name: str, arrays: Arrays, x_train: Tensor, x_test: Tensor) -> Dataset:
+    """A data set whose targets are numbers or masks, not classes; inputs are not normalized."""
+    kind = np.int64 if arrays["y_train"].dtype.kind in "iub" else np.float32
+    y_train, y_test = (torch.from_numpy(arrays[k].astype(kind)) for k in ("y_train", "y_test"))
+    for key, targets in (("y_train", y_train), ("y_test", y_test)):
+        require_finite(targets, key)
+    groups_train, groups_test, group_names = _number_groups(name, arrays)
+    return Dataset(
+        name=name,
+        train=NestedExamples(x_train, y_train),
+        test=NestedExamples(x_test, y_test),
+        num_classes=max(1, int(np.prod(y_train.shape[1:]))),
+        groups_train=groups_train,
+        groups_test=groups_test,
+        group_names=group_names,
+    )
 
 
 def check_arrays(name: str, arrays: Arrays) -> None:
@@ -72,17 +97,13 @@ def check_arrays(name: str, arrays: Arrays) -> None:
 
 
 def _check_labels(name: str, key: str, labels: Array) -> None:
-    if labels.ndim != 1:
+    if labels.ndim < 1 or labels.dtype.kind not in "iufb":
         raise DataError(
-            f"{key} must be 1-D, one class number per example, '{name}' has shape {labels.shape}; "
-            "flatten it with .reshape(-1)"
+            f"{key} must hold a class number or other numbers for each example, '{name}' has "
+            f"{labels.dtype} of shape {labels.shape}; number the classes from 0 and save them as "
+            "int64"
         )
-    if labels.dtype.kind not in "iu":
-        raise DataError(
-            f"{key} must hold integers, '{name}' has {labels.dtype}; "
-            "number the classes from 0 and save them as int64"
-        )
-    if len(labels) and (labels.min() < 0 or labels.max() >= MAX_CLASSES):
+    if _has_classes(labels) and len(labels) and (labels.min() < 0 or labels.max() >= MAX_CLASSES):
         raise DataError(
             f"{key} must hold class numbers from 0 to {MAX_CLASSES - 1}, '{name}' has "
             f"{labels.min()} to {labels.max()}; number the classes from 0"

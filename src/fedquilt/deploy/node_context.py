@@ -32,6 +32,7 @@ from fedquilt.settings.resolve import (
     build_model,
     build_population,
     build_structure,
+    build_task,
     fit_model_to_data,
     load_source,
     make_example,
@@ -41,6 +42,7 @@ from fedquilt.settings.schema import Config
 from fedquilt.settings.toml import parse_value
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.serialization import from_json, to_json
+from fedquilt.structure.tensors import find_tensors
 
 ModelFactory = Callable[[], nn.Module]
 DataFactory = Callable[[NodeConfig], Any]  # from a node config to the data of the node
@@ -150,10 +152,16 @@ def _make_own_data_context(
             **({"validation": {number: held_back}} if len(held_back) else {}),
         },
         torch.zeros_like(x),
-        max(train.label_set) + 1,
+        max(train.label_set, default=_count_outputs(train) - 1) + 1,
         num_tokens,
         has_own_data=True,
     )
+
+
+def _count_outputs(train: ClientData) -> int:
+    """How many numbers a target has, where targets are no class numbers."""
+    _, y = train.batch(torch.zeros(1, dtype=torch.int64))
+    return max(1, sum(tensor[0].numel() for tensor in find_tensors(y)))
 
 
 def _is_pair_of_datasets(loaded: Any) -> bool:
@@ -188,7 +196,9 @@ def make_full_setup(
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(to_json(structure)))
-    return Setup(model, structure, node.example, (node.client,), config.rounds, config.seed)
+    task, client = build_task(config), node.client
+    client = client if task.has_classes else replace(client, labels=())
+    return Setup(model, structure, node.example, (client,), config.rounds, config.seed, task=task)
 
 
 def assign_budget(

@@ -196,7 +196,10 @@ def bind_batch(model: nn.Module, batch: Batch) -> Batch:
 
 
 def list_arguments(model: nn.Module) -> dict[str, inspect.Parameter]:
-    """The arguments of the model's ``forward`` that can be given by position."""
-    signature = inspect.signature(model.forward)
+    """The arguments of the model's ``forward`` that can be given by position.
+
+    A module that passes what it is given to another names that one in ``called_module``.
+    """
+    signature = inspect.signature(getattr(model, "called_module", model).forward)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return {name: p for name, p in signature.parameters.items() if p.kind in kinds}

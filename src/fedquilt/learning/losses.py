@@ -110,12 +110,13 @@ class Loss:
         """What the loss is the mean over: the number of examples."""
         return count_rows(targets)
 
-    def distil(self, output: Any, teacher: Any) -> Tensor:
+    def distil(self, output: Any, teacher: Any, targets: Any = None) -> Tensor:
         """How far an output is from a teacher's, which learns nothing: the mean squared difference.
 
         Args:
             output: What learns.
             teacher: What it learns from.
+            targets: Those of the batch, which say on which axis classes are.
         """
         pairs = zip(find_tensors(output), find_tensors(teacher), strict=True)
         parts = [F.mse_loss(one, other.detach()) for one, other in pairs]
@@ -138,15 +139,17 @@ class CrossEntropy(Loss):
         """The number of targets, without those that count for nothing."""
         return count_labels(targets)
 
-    def distil(self, output: Any, teacher: Any) -> Tensor:
+    def distil(self, output: Any, teacher: Any, targets: Any = None) -> Tensor:
         """Cross entropy against a teacher's answers, from which the teacher learns nothing.
 
         Up to a constant, the divergence KL(softmax(teacher) ‖ softmax(output)). Logits may have any
-        number of axes; classes are on the last.
+        number of axes; classes are on the last, unless the targets say otherwise.
 
         >>> CrossEntropy().distil(torch.zeros(1, 2), torch.tensor([[50.0, -50.0]]))  # ln 2
         tensor(0.6931)
         """
+        if targets is not None:
+            output, teacher = classes_last(output, targets), classes_last(teacher, targets)
         answers = teacher.detach().softmax(-1)
         return F.cross_entropy(output.flatten(0, -2), answers.flatten(0, -2))
 
@@ -214,6 +217,25 @@ class BatchLoss(Loss):
     ) -> Tensor:
         """Calls the function."""
         return self.function(module, as_batch(batch).as_given())
+
+
+@dataclass(frozen=True)
+class MissingLoss(Loss):
+    """The loss of a run that only its user's code knows: the model can be used, not evaluated."""
+
+    label: str
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The name of the user's loss."""
+        return self.label
+
+    def of_output(self, output: Any, targets: Any, labels: tuple[int, ...] | None = None) -> Tensor:
+        """Refuses."""
+        raise ConfigError(
+            f"the run was trained with a loss or metrics of its own code ('{self.label}'); to "
+            "evaluate it, open it with fq.open_run(..., loss=..., metrics=...)"
+        )
 
 
 def name_of(function: Any) -> str:

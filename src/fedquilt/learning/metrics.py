@@ -286,6 +286,10 @@ class FunctionMetric:
         total, count = (value * rows, rows) if value.ndim == 0 else (value.sum(), value.numel())
         return dict(zip(self.sums, (total, count), strict=True))
 
+    def __call__(self, output: Any, targets: Any) -> Any:
+        """Calls the function, which stays what it was."""
+        return self.function(output, targets)
+
     def compute(self, sums: Sums) -> float:
         """The mean."""
         total, count = (float(sums[name]) for name in self.sums)

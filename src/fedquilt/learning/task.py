@@ -87,7 +87,10 @@ class LearningTask:
 
     def describe(self) -> dict[str, Any]:
         """The names of the loss and of the metrics."""
-        return {"loss": self.loss.name, "metrics": [one.info.name for one in self.metrics]}
+        return {
+            "loss": self.loss.name,
+            "metrics": tuple(one.info.name for one in self.metrics),
+        }
 
     def require_classes(self, what: str) -> None:
         """Raises a ConfigError if there are no classes.
@@ -126,7 +129,7 @@ def make_task(loss: Any = None, metrics: Any = None) -> LearningTask:
             those usual for the loss.
 
     >>> make_task("bce", ["f1"]).describe()
-    {'loss': 'bce', 'metrics': ['f1']}
+    {'loss': 'bce', 'metrics': ('f1',)}
     """
     if loss is None and metrics is None:
         return CLASSIFICATION

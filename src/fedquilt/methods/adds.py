@@ -124,6 +124,7 @@ class ADDS(BaseMethod):
                 "convolutions between which channels can be left out"
             )
         if self.importance == "lrp":
+            setup.task.require_classes("importance = 'lrp' of ADDS")
             model, structure = _build_trained_net(setup)
             relevance.require_relevance(
                 model, structure, _find_sampled_groups(setup), setup.example

@@ -295,6 +295,7 @@ class APFL(FedPA):
 
     def prepare_model(self, setup: Setup) -> Setup:
         """The user's model as it is; budgets that no architecture meets are refused."""
+        setup.task.require_outputs("APFL's warm-up, in which nets learn from each other's outputs,")
         limited = [client for client in setup.clients if not client.budget.is_width_alone]
         for client in limited:
             try:

@@ -105,6 +105,7 @@ class DepthFL(BaseMethod):
 
     def prepare_model(self, setup: Setup) -> Setup:
         """The user's model with exits; an exit is what may be skipped, and no width is cut."""
+        setup.task.require_outputs("DepthFL, in which every exit has a loss,")
         net = copy.deepcopy(setup.model)
         at = self._places(net)
         with torch.random.fork_rng(devices=[]):  # its heads are the same if it is resumed

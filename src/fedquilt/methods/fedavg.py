@@ -23,7 +23,7 @@ from fedquilt.structure.cut import build_module
 from fedquilt.structure.derive import make_uncut_structure
 from fedquilt.training.conditional import make_conditional
 from fedquilt.training.local_sgd import LocalSGD
-from fedquilt.training.objectives import Objective, PlainLoss
+from fedquilt.training.objectives import Adversarial, Objective, OnceForAll, PlainLoss
 from fedquilt.training.settings import LocalTraining
 
 
@@ -75,6 +75,8 @@ class FedAvg(BaseMethod):
     def prepare_model(self, setup: Setup) -> Setup:
         """The model itself, or with layers that λ conditions."""
         self._refuse_unknown_tensors(setup)
+        if isinstance(self.objective, (Adversarial, OnceForAll)):
+            setup.task.require_classes("adversarial training")
         if setup.structure.match_names(self.local_params) >= set(setup.structure.shapes):
             self.refuse_server_optimizer("every tensor stays on its client, so there is no mean")
         if not self.conditional:

@@ -79,6 +79,12 @@ class FjORD(BaseMethod):
         """P of the authors' port: fifths."""
         return FIFTHS
 
+    def prepare_model(self, setup: Setup) -> Setup:
+        """The user's model as it is."""
+        if self.distil:
+            setup.task.require_outputs("FjORD's self-distillation (distil)")
+        return super().prepare_model(setup)
+
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Every width p ≤ p_max of a client, the widest with all that they share."""
         return [

@@ -204,6 +204,8 @@ class SplitMix(BaseMethod):
 
     def prepare_model(self, setup: Setup) -> Setup:
         """The net is one base; clients' budgets become the number of bases that they can train."""
+        if self.robust:
+            setup.task.require_classes("adversarial training (method.robust)")
         net = build_module(setup.model, setup.structure, setup.structure.subnet(self.base))
         net = make_dual(net) if self.robust else net
         slim = replace(setup, model=net, structure=make_uncut_structure(net, setup.structure))

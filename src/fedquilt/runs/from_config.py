@@ -33,6 +33,7 @@ from fedquilt.settings.resolve import (
     build_privacy,
     build_secure_aggregation,
     build_structure,
+    build_task,
     choose_config_sampling,
     load_source,
     make_example,
@@ -50,7 +51,10 @@ def plan_run(config: Config, source: Dataset, out: str | Path) -> RunPlan:
     model, example = build_model(config), make_example(source)
     structure = build_structure(config, model, example)
     population = build_population(config, source)
-    setup = Setup(model, structure, example, population.clients, config.rounds, config.seed)
+    task = build_task(config)
+    population = population if task.has_classes else population.without_labels()
+    clients = population.clients
+    setup = Setup(model, structure, example, clients, config.rounds, config.seed, task=task)
     return plan_run_over(
         config,
         setup,

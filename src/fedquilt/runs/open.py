@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -12,6 +13,9 @@ from fedquilt.data.population import Population
 from fedquilt.errors import CheckpointError, CorruptFileError
 from fedquilt.federation.client import Client
 from fedquilt.federation.state import Setup, State
+from fedquilt.learning.losses import LOSSES, MissingLoss
+from fedquilt.learning.metrics import METRICS
+from fedquilt.learning.task import LearningTask, make_task
 from fedquilt.methods.method import Method
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.identity import describe_default, describe_settings
@@ -32,6 +36,8 @@ def open_run(
     method: Method | str,
     *,
     clients: Population | None = None,
+    loss: Any = None,
+    metrics: Any = None,
 ) -> Run:
     """Opens a finished run from its directory.
 
@@ -44,6 +50,8 @@ def open_run(
         method: The method that the run was trained with, or its name.
         clients: The clients of the run. With them it is as ``train`` returned it; without them it
             can be customized, and evaluated on other data.
+        loss: The loss that the run was trained with, if it is a function of yours.
+        metrics: The metrics of the run, if some are functions of yours.
 
     >>> import tempfile, torch, fedquilt as fq
     >>> inputs, labels = torch.rand(12, 4), torch.arange(12) % 3
@@ -62,7 +70,10 @@ def open_run(
     if bundle.structure.shapes != {n: tuple(t.shape) for n, t in named_tensors(model).items()}:
         raise _make_model_error(directory)
     sizes = tuple(Client(i, 1, (), Budget(width)) for i, width in enumerate(info.sizes))
-    user_setup = Setup(model, bundle.structure, info.example, sizes, info.rounds, info.seed)
+    task = _restore_task(info, loss, metrics)
+    user_setup = Setup(
+        model, bundle.structure, info.example, sizes, info.rounds, info.seed, task=task
+    )
     setup = method.prepare_model(user_setup)
     expected = setup.structure.shapes
     if any(expected.get(n.partition("@")[0]) != bundle.params.shape(n) for n in bundle.params):
@@ -77,6 +88,16 @@ def open_run(
     except CorruptFileError:  # the model can be used without its records
         scores, findings = (), ()
     return Run(setup, method, state, scores, info, user_setup, clients, directory, findings)
+
+
+def _restore_task(info: RunInfo, loss: Any, metrics: Any) -> LearningTask:
+    """The task of a run: as it is given, or by the names that the run knows."""
+    if loss is not None or metrics is not None or info.task is None:
+        return make_task(loss, metrics)
+    names = info.task
+    if names.loss not in LOSSES or not all(name in METRICS for name in names.metrics):
+        return LearningTask(MissingLoss(names.loss), (METRICS["loss"],))
+    return make_task(names.loss, names.metrics)
 
 
 def _require_same_method(directory: RunDirectory, info: RunInfo, method: Method) -> None:

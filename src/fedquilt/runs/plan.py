@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedquilt.customize.bundle import save_bundle
-from fedquilt.customize.info import ModelCall, RunInfo, describe_inputs
+from fedquilt.customize.info import ModelCall, RunInfo, TaskNames, describe_inputs
 from fedquilt.data.pipeline import find_normalization, name_transforms
 from fedquilt.data.population import Population
 from fedquilt.errors import CheckpointError, ConfigError
@@ -19,6 +19,7 @@ from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.secure.settings import require_cryptography
 from fedquilt.federation.state import Setup, State
 from fedquilt.files import MAX_WAIT
+from fedquilt.learning.task import CLASSIFICATION
 from fedquilt.methods.method import Method
 from fedquilt.models import get_factory_call
 from fedquilt.models.pretrained import LoadReport, load_pretrained
@@ -118,6 +119,11 @@ def _check(plan: RunPlan, *, resume: bool) -> None:
     setup = plan.setup
     check_start(setup.model, setup.example, plan.population, setup.rounds, setup.task)
     check_local_training(plan.method, setup.model, setup.rounds)
+    if plan.cadence.test_locally and not setup.task.counts_hits:
+        raise ConfigError(
+            "run.test_locally counts right answers, and the metric of this task is "
+            f"{setup.task.metric.name}; leave it out"
+        )
     plan.selection.check(
         plan.cadence, plan.population.validators, is_private=plan.privacy is not None
     )
@@ -289,6 +295,7 @@ class PreparedRun:
             privacy=loop.privacy_spent,
             transforms=name_transforms(chain),
             normalization=find_normalization(chain),
+            task=None if setup.task is CLASSIFICATION else TaskNames(**setup.task.describe()),
         )
         if source.config is None:
             call = get_factory_call(self.plan.setup.model)

@@ -37,6 +37,7 @@ from fedquilt.federation.privacy import Privacy
 from fedquilt.federation.privacy.settings import choose_sampling
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Sampling
+from fedquilt.learning.task import CLASSIFICATION, LearningTask, make_task
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
 from fedquilt.models import find_factory, make_model
@@ -49,6 +50,7 @@ from fedquilt.settings.schema import (
     Config,
     DataSection,
     ModelSection,
+    TaskSection,
 )
 from fedquilt.settings.toml import dump_toml, parse_dump
 from fedquilt.structure.create import trace_structure
@@ -59,7 +61,7 @@ from fedquilt.training.poisoning import ATTACKS
 from fedquilt.training.serialization import list_functions
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.torch_optimizers import TorchOptimizer
-from fedquilt.user_code import is_function_path
+from fedquilt.user_code import is_function_path, load_function
 
 OF_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
 OF_SCHEDULE = ("schedule", "milestones", "milestone_decay", "cosine", "round_decay")
@@ -117,7 +119,9 @@ def list_code(config: Config) -> dict[str, str]:
     >>> list_code(load_config({"local_training": {"schedule": ["warmup:5", "mine.py:factor"]}}))
     {'local_training.schedule': 'mine.py:factor'}
     """
-    code = {"model.name": config.model.name} if is_function_path(config.model.name) else {}
+    named = {"model.name": config.model.name, "task.loss": config.task.loss}
+    named["task.metrics"] = next(filter(is_function_path, config.task.metrics), "")
+    code = {name: path for name, path in named.items() if is_function_path(path)}
     local_training = build_method(config).local_training  # type: ignore[attr-defined]
     for name in ("optimizer", "schedule", "step_schedule"):
         for function in list_functions(getattr(local_training, name)):
@@ -201,6 +205,20 @@ def build_secure_aggregation(config: Config) -> SecureAggregation | None:
             )
         return None
     return SecureAggregation(**section.model_dump())
+
+
+def build_task(config: Config) -> LearningTask:
+    """Makes the learning task that the settings name."""
+    section = config.task
+    if section == TaskSection():
+        return CLASSIFICATION
+    loss = _load_if_path(section.loss, "loss")
+    metrics = [_load_if_path(name, "metric") for name in section.metrics]
+    return make_task(loss, metrics or None)
+
+
+def _load_if_path(name: str, noun: str) -> Any:
+    return load_function(name, noun) if is_function_path(name) else name
 
 
 def load_source(config: Config) -> Dataset:

@@ -101,6 +101,22 @@ class ModelSection(BaseModel):
     """Whether all weights must fit, except for the number of classes."""
 
 
+class TaskSection(Section):
+    """What is learned: the loss that clients minimize, and the metrics of a model."""
+
+    loss: str = "cross-entropy"
+    """A known loss such as mse, bce or dice, or file.py:function."""
+    metrics: str | tuple[str, ...] = ()
+    """Known metrics such as mae or r2, or file.py:function; the first one decides. Left out: those
+    usual for the loss."""
+
+    @field_validator("metrics", mode="after")
+    @classmethod
+    def _split_names(cls, value: str | tuple[str, ...]) -> tuple[str, ...]:
+        names = value.split(",") if isinstance(value, str) else value
+        return tuple(name.strip() for name in names if name.strip())
+
+
 class Choice(Section):
     """A section whose ``name`` says what it is about, and so which further settings it has."""
 
@@ -324,6 +340,7 @@ class Config(Section):
     with the same probability. Left out: fixed, and poisson with privacy."""
     data: DataSection = DataSection()
     model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
     method: AnyMethodSection = METHOD_SECTIONS[DEFAULT_METHOD](name=DEFAULT_METHOD)  # type: ignore[assignment]
     local_training: LocalTrainingSection = LocalTrainingSection()
     server_optimizer: AnyServerOptimizerSection = SERVER_OPTIMIZER_SECTIONS[  # type: ignore[assignment]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fedquilt.data import ClientData, Normalize
 from fedquilt.errors import ConfigError
+from fedquilt.learning.losses import classes_last
 
 SLACK = 1e-3  # how far an input may be out of range by rounding, in pixel units
 
@@ -135,7 +136,7 @@ def _draw_noise(x: Tensor, generator: torch.Generator | None) -> Tensor:
 def _compute_input_gradient(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     """The gradient of the loss with respect to the inputs."""
     x = x.detach().requires_grad_()
-    logits = model(x)
+    logits = classes_last(model(x), y)
     # summed: the gradient of an input does not shrink with the number of its neighbors
     loss = F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum")
     (gradient,) = torch.autograd.grad(loss, x)

@@ -68,6 +68,11 @@ class MultiExit(nn.Module):
         ]
         return tuple(every) if self.training else mean_outputs(every)
 
+    @property
+    def called_module(self) -> nn.Module:
+        """The net, which gets the arguments."""
+        return self.net
+
     def drop_exit(self, name: str) -> None:
         """The last exit is gone, in place."""
         if name != self.exits[-1] or len(self.exits) == 1:

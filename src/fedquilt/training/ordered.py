@@ -70,5 +70,5 @@ class OrderedDropout:
         x, y = batch
         inputs = to_arguments(x)
         answers = nets[0](*inputs)
-        imitated = loss.loss.distil(nets[drawn](*inputs), answers)
+        imitated = loss.loss.distil(nets[drawn](*inputs), answers, y)
         return {0: loss(answers, y), drawn: imitated}

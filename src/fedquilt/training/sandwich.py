@@ -122,7 +122,7 @@ class _SandwichStep:
         for subnet in narrower:
             self._net.resize_to(subnet)
             with torch.enable_grad():
-                imitated = self._loss.loss.distil(self._compute_output(x), answers)
+                imitated = self._loss.loss.distil(self._compute_output(x), answers, y)
             for name, gradient in compute_gradients(imitated, self._current_weights()).items():
                 if gradient is not None:
                     where = self._net.index_of(name)
