@@ -160,7 +160,12 @@ class Case:
     def engine(self, workers: int = 0, folder: Path | None = None) -> LocalEngine:
         setup = self.setup
         return LocalEngine(
-            setup.model, setup.structure, self.people.data, workers=workers, folder=folder
+            setup.model,
+            setup.structure,
+            self.people.data,
+            workers=workers,
+            folder=folder,
+            task=setup.task,
         )
 
     def start(self) -> State:
