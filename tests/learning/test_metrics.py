@@ -120,8 +120,8 @@ def test_directions_decide_what_is_worst_and_what_reaches_a_target():
     [
         ("acuracy", r"metric 'acuracy' is not known \(did you mean 'accuracy'\?\)"),
         (lambda output, target: 0.0, "whether higher is better, and the function"),
-        (torchmetrics.SpearmanCorrCoef(), "computed from sums over clients"),
-        (torchmetrics.AUROC("binary"), "computed from sums over clients"),
+        (torchmetrics.CatMetric(), "whether higher is better|computed from sums over clients"),
+        (fq.TorchMetric, "got the class"),
         (torchmetrics.SumMetric(), "whether higher is better, and SumMetric does not"),
         (torchmetrics.F1Score, "write it with|is an object, got the class"),
         (["mae", "mae"], "names of their own"),
@@ -134,3 +134,10 @@ def test_directions_decide_what_is_worst_and_what_reaches_a_target():
 def test_metrics_that_cannot_be_summed_are_refused(given_metrics, words):
     with pytest.raises(ConfigError, match=words):
         make_metrics(given_metrics, make_task("mse").loss)
+
+
+@pytest.mark.filterwarnings("ignore:Metric `")
+def test_a_metric_that_keeps_all_predictions_is_refused():
+    with pytest.raises(ConfigError, match="is no sum, so examples would have to leave clients"):
+        fq.TorchMetric(torchmetrics.AUROC("binary"))
+    assert fq.TorchMetric(torchmetrics.AUROC("binary", thresholds=5)).info.higher_is_better

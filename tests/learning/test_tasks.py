@@ -139,10 +139,8 @@ def broken(output, target):
         ({"loss": "msee"}, r"loss 'msee' is not known \(did you mean 'mse'\?\).*file\.py:function"),
         ({"loss": nn.MSELoss}, "got the class MSELoss"),
         ({"loss": 3}, "a name, or a callable"),
-        (
-            {"loss": nn.MSELoss(reduction="none")},
-            r"one number.*'MSELoss' returns a tensor of shape",
-        ),
+        ({"loss": nn.MSELoss()}, "'MSELoss' cannot be computed .*Using a target size"),
+        ({"loss": lambda o, y: (o[:, 0] - y).abs()}, r"one number.* returns a tensor of shape"),
         ({"loss": lambda o, y: o.detach().mean()}, "does not depend on the model's parameters"),
         ({"loss": lambda o, y: 1.0}, "returns a float"),
         ({"loss": broken}, r"the loss 'broken' cannot be computed.*RuntimeError: no"),

@@ -83,7 +83,9 @@ def check_start(
 def _check_task(task: LearningTask, trial: nn.Module, output: Any, batch: Batch) -> None:
     """Refuses a loss or a metric that cannot be computed on a batch."""
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+            # PyTorch would broadcast, and the loss would mean nothing
+            warnings.filterwarnings("error", message="Using a target size")
             if task.loss.needs_batch:
                 value = task.loss.of_batch(trial, batch)
             else:
