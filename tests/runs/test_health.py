@@ -66,6 +66,16 @@ def test_a_loss_that_does_not_fall_is_found(losses):
     assert kinds(rounds(losses)[: FEWEST_ROUNDS - 1]) == []  # too soon to know
 
 
+def test_a_loss_that_rises_beyond_guessing_is_found_after_three_rounds():
+    assert kinds(rounds([1.0, 1.2, 6.0])) == []  # one bad round
+    assert kinds(rounds([1.0, 5.0, 6.0])) == [("rising", True)]
+    assert kinds(rounds([2.3, 1.0, 0.5, 4.9, 4.8])) == [("rising", True)]
+    assert kinds(rounds([0.1, 0.5, 1.0])) == []  # many times as much, and better than guessing
+    assert kinds(rounds([1.0, 3.0, 4.0]), None) == [("rising", True)]  # of an error
+    assert kinds(rounds([4.0, 1.0, 3.0, 3.0]), None) == []
+    assert kinds(rounds([-1.0, 3.0, 4.0]), None) == []  # may be negative, so has no ratio
+
+
 def test_a_loss_that_is_low_already_need_not_fall():
     assert kinds(rounds([0.02, 0.019, 0.02, 0.02, 0.021, 0.02, 0.02])) == []
 
@@ -196,3 +206,32 @@ def test_a_resumed_run_finds_the_same(train, odd_people, interrupting, tmp_path)
     again = train(tmp_path / "run", resume=True, **settings)
     assert again.findings == whole.findings
     assert again.findings
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "latest"),
+    [
+        ({"lr": 1e-9}, "loss", FEWEST_ROUNDS),
+        ({"lr": 0.1, "schedule": "milestones:3:1000"}, "rising", 5),
+    ],
+)
+def test_a_run_that_goes_wrong_says_so_while_it_runs(settings, kind, latest):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(48, 4, generator=generator), torch.arange(48) % 3
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    local = fq.LocalTraining(momentum=0, weight_decay=0, epochs=1, batch_size=4, **settings)
+    events, lines = [], []
+    fq.train(
+        model,
+        x[:1],
+        fq.FedAvg(local, fraction=1.0),
+        fq.make_clients((x, y), count=3),
+        rounds=9,
+        workers=0,
+        callbacks=[events.append, EventLines(lines.append, 9)],
+    )
+    (found,) = (e for e in events if isinstance(e, ProblemFound) and e.finding.kind == kind)
+    assert found.round <= latest
+    last = max(i for i, event in enumerate(events) if isinstance(event, RoundDone))
+    assert events.index(found) < last
+    assert any(line.startswith(f"round {found.round}/9 · warning: the training") for line in lines)

@@ -22,6 +22,7 @@ FEWEST_ROUNDS = 6  # before anything is said about a loss
 RECENT = 100  # rounds in which clients are looked at
 LATE = 3  # rounds that say where a loss is now
 STILL = 0.98  # of where the loss was, above which it has not fallen
+RISEN = 2.0  # times a lower loss, from which on it has risen
 LEARNED = 0.5  # of the loss of guessing, below which a net has learned something
 FEWEST_CLIENTS = 4  # that one can be compared with
 ODD_LOSS, ODD_DATA = 20.0, 100.0  # times the others' median: a loss, and statistics
@@ -36,8 +37,8 @@ NAMED = 3  # clients in one sentence
 class Finding:
     """Something that whoever runs this should know.
 
-    ``kind`` is ``loss``, ``chance``, ``parted``, ``diverged``, ``odd loss``, ``odd data``,
-    ``failing``, ``kept`` or ``untested``; ``clients`` are those that it is about.
+    ``kind`` is ``loss``, ``rising``, ``chance``, ``parted``, ``diverged``, ``odd loss``,
+    ``odd data``, ``failing``, ``kept`` or ``untested``; ``clients`` are those that it is about.
     """
 
     kind: str
@@ -55,7 +56,7 @@ def find_problems(records: Sequence[Record], num_classes: int | None) -> tuple[F
     guess = math.log(num_classes) if num_classes and num_classes > 1 else None
     last = tests[-1] if tests else None
     found = [
-        *_find_still(trained, guess),
+        *(_find_rising(trained, guess) or _find_still(trained, guess)),
         *_find_diverged(recent),
         *_find_odd_losses(trained, guess),
         *_find_odd_data([*trained, *([last] if last else [])]),
@@ -66,6 +67,23 @@ def find_problems(records: Sequence[Record], num_classes: int | None) -> tuple[F
         found += [*_find_chance_level(last, num_classes), *_find_untested(last)]
         found += _find_parted(last, trained, guess)
     return tuple(sorted(found, key=lambda finding: not finding.is_severe))
+
+
+def _find_rising(rounds: Sequence[Record], guess: float | None) -> list[Finding]:
+    """A loss that was lower, and is now worse than guessing, or else than at the start."""
+    losses = [record["loss"] for record in rounds if record["loss"] is not None]
+    if len(losses) < LATE:
+        return []
+    low, late = min(losses[:-1]), min(losses[-2:])  # one bad round may be chance
+    high = losses[0] if guess is None else max(losses[0], guess)
+    if low <= 0 or late < RISEN * low or late < RISEN * high:
+        return []
+    sentence = (
+        f"the training loss rises: {low:.4g} at its lowest and {late:.4g} or more in the last "
+        "rounds; training diverges: lower local_training.lr, warm it up (local_training.schedule), "
+        "or clip gradients (local_training.max_grad_norm)"
+    )
+    return [Finding("rising", True, sentence)]
 
 
 def _find_still(rounds: Sequence[Record], guess: float | None) -> Iterable[Finding]:

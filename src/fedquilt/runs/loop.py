@@ -51,7 +51,7 @@ from fedquilt.runs.secure_preflight import make_secure
 from fedquilt.runs.selection import Selection, SelectionProgress, compute_score
 from fedquilt.training.local_test import WithLocalTest
 
-HEALTH_CHECK_EVERY = 5  # rounds
+HEALTH_CHECK_EVERY, EARLY_ROUNDS = 5, 10  # rounds; of the first ones, each is checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,7 +229,7 @@ class TrainingLoop:
         if self.privacy is not None:
             done = self.privacy.conceal(done, state)
         self._record(done)
-        if done.round % HEALTH_CHECK_EVERY == 0:
+        if done.round <= EARLY_ROUNDS or done.round % HEALTH_CHECK_EVERY == 0:
             self._report_problems(done.round)
         return Checkpoint(replace(merged, round=state.round + 1), self.engine.client_versions())
 
