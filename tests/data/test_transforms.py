@@ -30,6 +30,9 @@ from fedquilt.data.transforms import (
     VerticalFlip,
 )
 from fedquilt.errors import ConfigError, DataError, FedquiltError
+from fedquilt.runs.from_config import load_clients, open_configured_run
+from fedquilt.settings.load import load_config
+from fedquilt.settings.resolve import load_source
 
 ALL = {
     "CenterCrop": CenterCrop((5, 4)),
@@ -334,9 +337,6 @@ def test_batches_are_fixed_if_nothing_is_drawn_and_training_is_as_evaluation(cha
 
 
 def test_a_name_and_its_chain_are_the_same_and_only_one_may_be_given():
-    from fedquilt.settings.load import load_config
-    from fedquilt.settings.resolve import load_source
-
     rows = torch.arange(9)
     named, spelled = (
         load_source(load_config({"data": data})).train.batch(rows, seeded())[0]
@@ -603,6 +603,17 @@ def test_the_bundle_knows_what_inputs_go_through(tmp_path):
     again = fq.open_run(tmp_path, make_model(), run.method)
     assert again.info.transforms == run.info.transforms
     assert make_pipeline((), again.info.transforms).evaluation == (Resize(7), CenterCrop(6))
+
+
+def test_other_data_go_through_the_transforms_of_a_run_from_python(tmp_path):
+    digits = fq.load_dataset("digits").take_first(0.05)
+    chain = ["Resize(7)", RandomCrop(6), "ToRGB", "ColorJitter(0.2)"]
+    clients = fq.make_clients(digits.train, test=digits.test, count=2, transforms=chain)
+    run = train(clients, rounds=1, out=tmp_path)
+    (loaded,) = load_clients(open_configured_run(tmp_path), "digits").test.values()
+    rows = torch.arange(4)
+    assert loaded.batch(rows)[0].equal(clients.test[-1].batch(rows)[0])
+    assert run.info.normalization == digits.normalization
 
 
 def test_clients_that_differ_share_no_preprocessing():
