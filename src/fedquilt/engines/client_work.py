@@ -46,10 +46,10 @@ def run_task(
         reproducible_kernels(context.device),
     ):
         result = task.recipe.run(task, context.for_client(client_state, throttle))
+        if result.state is not None and not is_finite_state(result.state, context.model):
+            result = replace(result, state=None)
         if is_accelerator(context.device):
             result = _move_to_host(result)
-    if result.state is not None and not is_finite_state(result.state, context.model):
-        result = replace(result, state=None)
     return result
 
 

@@ -24,7 +24,7 @@ from fedquilt.runs.preflight import find_method
 from fedquilt.runs.records import read_final_findings, read_final_scores
 from fedquilt.runs.run import Run
 from fedquilt.structure.budget import Budget
-from fedquilt.structure.tensors import named_tensors
+from fedquilt.structure.tensors import move_to_host, named_tensors
 
 # settings that a finished model does not depend on
 TRAINING = ("local_training", "fraction", "server_optimizer", "aggregator", "transforms")
@@ -62,7 +62,7 @@ def open_run(
     ...     fq.open_run(folder, model, "fedavg").customize()[1]
     Linear(in_features=8, out_features=3, bias=True)
     """
-    directory, method = RunDirectory(folder), find_method(method)
+    directory, method, model = RunDirectory(folder), find_method(method), move_to_host(model)
     directory.require_run()
     bundle = load_bundle(directory.model)
     info = bundle.info

@@ -4,8 +4,14 @@
 // has. Every kernel that PyTorch has not composed of others runs through one boxed fallback: it hands the CPU's kernel
 // views of the same memory, so nothing is copied and the bits are the CPU's.
 
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <mutex>
 #include <unordered_set>
 
@@ -25,25 +31,67 @@ using c10::DeviceIndex;
 using c10::IValue;
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 constexpr int kDevices = 2;
-constexpr int64_t kNoLimit = int64_t{1} << 40;
+constexpr int64_t kMemory = int64_t{1} << 30;  // that a device seems to have
 
 thread_local DeviceIndex current = 0;
 
-struct Memory {
-  std::atomic<int64_t> used{0}, peak{0}, limit{kNoLimit};
+// Who uses how much of each device. Processes that share a device share a table, in a file that the environment names;
+// what a process has used is free again when it is gone.
+struct Slot {
+  std::atomic<int> pid;
+  std::atomic<int64_t> used[kDevices];
 };
-std::array<Memory, kDevices> memory;
+struct Table {
+  std::atomic<int64_t> limit[kDevices];  // 0: none
+  Slot slots[64];
+};
+
+Table& table() {
+  static Table* made = [] {
+    const char* path = std::getenv("FEDQUILT_SIMULATED_MEMORY");
+    if (path == nullptr) return new Table();
+    const int file = open(path, O_RDWR | O_CREAT, 0600);
+    TORCH_CHECK(file >= 0 && ftruncate(file, sizeof(Table)) == 0, "cannot share memory in ", path);
+    return static_cast<Table*>(mmap(nullptr, sizeof(Table), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+  }();
+  return *made;
+}
+
+bool is_gone(int pid) { return pid != 0 && pid != getpid() && kill(pid, 0) != 0; }
+
+Slot& own_slot() {
+  static Slot* own = nullptr;
+  if (own != nullptr && own->pid == getpid()) return *own;
+  for (Slot& slot : table().slots) {
+    int holder = slot.pid;
+    if ((holder == 0 || is_gone(holder)) && slot.pid.compare_exchange_strong(holder, getpid())) {
+      for (auto& used : slot.used) used = 0;
+      return *(own = &slot);
+    }
+  }
+  TORCH_CHECK(false, "too many processes share the device");
+}
+
+int64_t used_by_all(DeviceIndex device) {
+  int64_t total = 0;
+  for (Slot& slot : table().slots)
+    if (slot.pid != 0 && !is_gone(slot.pid)) total += slot.used[device];
+  return total;
+}
+
+std::array<std::atomic<int64_t>, kDevices> peak{};
 
 void take(DeviceIndex device, int64_t bytes) {
-  auto& own = memory[device];
-  int64_t now = own.used += bytes;
-  if (now > own.limit) {
-    own.used -= bytes;
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "sim out of memory: ", bytes, " bytes more than the ", now - bytes,
-                     " in use do not fit into ", own.limit.load(), " on sim:", int(device));
+  auto& used = own_slot().used[device];
+  const int64_t mine = used += bytes;
+  const int64_t limit = table().limit[device];
+  if (limit > 0 && used_by_all(device) > limit) {
+    used -= bytes;
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "sim out of memory: ", bytes, " bytes more do not fit into the ", limit,
+                     " of sim:", int(device));
   }
-  int64_t before = own.peak;
-  while (now > before && !own.peak.compare_exchange_weak(before, now)) {
+  int64_t before = peak[device];
+  while (mine > before && !peak[device].compare_exchange_weak(before, mine)) {
   }
 }
 
@@ -54,7 +102,7 @@ struct Block {
   DeviceIndex device;
   static void release(void* self) {
     auto* block = static_cast<Block*>(self);
-    memory[block->device].used -= block->bytes;
+    own_slot().used[block->device] -= block->bytes;
     delete block;
   }
 };
@@ -199,8 +247,15 @@ Tensor as_host(const Tensor& tensor) {
   return make_like(std::move(host), c10::DispatchKey::CPU, tensor);
 }
 
+// Some accelerators have no float64; a test may ask for one of those.
+std::atomic<bool> has_double{true};
+void check_type(c10::ScalarType type) {
+  TORCH_CHECK_TYPE(type != c10::kDouble || has_double, "this device has no float64; use float32 instead");
+}
+
 // A CPU kernel's result as a device tensor; its memory counts from now on.
 Tensor as_device(const Tensor& host, DeviceIndex device) {
+  check_type(host.scalar_type());
   const auto& storage = host.storage();
   auto* keep = new c10::Storage(storage);
   c10::DataPtr data{storage.mutable_data(), keep, [](void* p) { delete static_cast<c10::Storage*>(p); },
@@ -348,6 +403,7 @@ void run_convolution(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
 Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
              std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format) {
   c10::DeviceGuard guard(device.value_or(c10::Device(kSim, current)));
+  check_type(c10::dtype_or_default(dtype));
   return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    c10::dtype_or_default(dtype), format);
 }
@@ -355,6 +411,7 @@ Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::o
 Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
                      std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool>) {
   c10::DeviceGuard guard(device.value_or(c10::Device(kSim, current)));
+  check_type(c10::dtype_or_default(dtype));
   return at::detail::empty_strided_generic(size, stride, &allocator,
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            c10::dtype_or_default(dtype));
@@ -409,12 +466,13 @@ TORCH_LIBRARY(sim, m) {
     generator.set_state(state);
   });
   m.def("memory(int device) -> int[]", [](int64_t device) -> std::vector<int64_t> {
-    const auto& own = memory[device];
-    return {own.used, own.peak, own.limit};
+    const int64_t limit = table().limit[device];
+    return {used_by_all(DeviceIndex(device)), peak[device], limit > 0 ? limit : kMemory};
   });
-  m.def("reset_peak(int device) -> ()", [](int64_t device) { memory[device].peak = memory[device].used.load(); });
+  m.def("reset_peak(int device) -> ()", [](int64_t device) { peak[device] = own_slot().used[device].load(); });
   m.def("set_limit(int device, int bytes) -> ()", [](int64_t device, int64_t bytes) {
-    memory[device].limit = bytes < 0 ? kNoLimit : bytes;
+    table().limit[device] = bytes;
   });
+  m.def("set_double(bool has) -> ()", [](bool has) { has_double = has; });
   m.def("kernels() -> int", []() -> int64_t { return kernels; });
 }
