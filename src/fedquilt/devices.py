@@ -7,6 +7,7 @@ module for each kind (``torch.cuda``, ``torch.mps``, ``torch.xpu``, or one that 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -138,14 +139,36 @@ def on_device(device: torch.device) -> Iterator[None]:
         module.set_device(before)
 
 
-def get_free_memory(device: torch.device) -> int | None:
-    """The free bytes of an accelerator; None where that is not known."""
+def get_free_memory(device: torch.device = CPU) -> float:
+    """The free memory of a device in bytes; infinite where the system does not report it."""
+    if not is_accelerator(device):
+        return _get_free_host_memory()
     module: Any = torch.get_device_module(device.type)
     if hasattr(module, "mem_get_info"):
-        return int(module.mem_get_info(device)[0])
+        return float(module.mem_get_info(device)[0])
     if hasattr(module, "recommended_max_memory"):  # mps
-        return int(module.recommended_max_memory() - module.driver_allocated_memory())
-    return None
+        return float(module.recommended_max_memory() - module.driver_allocated_memory())
+    return math.inf
+
+
+def _get_free_host_memory() -> float:
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return math.inf
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until an accelerator has done all that it was given."""
+    if is_accelerator(device):
+        torch.get_device_module(device.type).synchronize()
 
 
 def release_cached_memory(device: torch.device) -> None:

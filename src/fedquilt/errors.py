@@ -67,6 +67,10 @@ class TrainingError(FedquiltError):
     """A round in which nothing could be learned."""
 
 
+class DeviceMemoryError(FedquiltError):
+    """Work of a client that does not fit into the memory of its device."""
+
+
 class FederationError(FedquiltError):
     """Processes of a federation that do not start, or do not answer."""
 

@@ -159,7 +159,7 @@ def test_what_does_not_fit_into_memory_is_not_tried(steps, monkeypatch):
         for w in (1, 0.5)
     ]
     steps.clear()
-    monkeypatch.setattr(device_profile, "get_free_memory", lambda: sizes[1])
+    monkeypatch.setattr(device_profile, "get_free_memory", lambda device: sizes[1])
     found, _ = device_profile.find_affordable_width(setup, data, LocalTraining(), None, (1.0, 0.5))
     assert found.width == 0.5
     assert steps == [0.5]

@@ -119,7 +119,7 @@ def test_more_memory_than_there_is_raises():
 def test_devices_are_found_by_name():
     assert find_devices("auto") == find_devices("sim") == (SIM, OTHER)
     assert find_devices("sim:1") == (OTHER,)
-    with pytest.raises(fq.errors.ConfigError, match="'sim:2' is not there.*sim:0, sim:1"):
+    with pytest.raises(fq.errors.ConfigError, match=r"'sim:2' is not there.*sim:0, sim:1"):
         find_devices("sim:2")
     for wrong in ("sim:0,sim:0", "sim,cpu"):
         with pytest.raises(fq.errors.ConfigError, match="one kind, each named once"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial, reduce
 from typing import Annotated, Any, NamedTuple
@@ -38,6 +39,8 @@ from fedquilt.settings.schema import Config
 from fedquilt.structure.budget import Budget, fit_budget
 from fedquilt.structure.cost import compute_cost as cost_of
 from fedquilt.structure.subnet import Subnet
+from fedquilt.training.optimizers import count_state_tensors
+from fedquilt.training.settings import LocalTraining
 
 
 class Input(NamedTuple):
@@ -105,21 +108,22 @@ def cost(
     )
     config, example = _fit_to_input(config, data, shape, classes, tokens)
     net = build_model(config)
+    steps = _describe_steps(config, batch_size)
     structure = build_structure(config, net, example)
     rows: list[dict[str, Any]] = []
     if method is not None:
         if width or limits or depth != 1:
             raise ConfigError("a method has its own sizes; leave out --width, --depth and limits")
         rows = _compute_method_sizes(
-            config, Setup(net, structure, example, (), 1, config.seed), batch_size
+            config, Setup(net, structure, example, (), 1, config.seed), steps
         )
     else:
         if limits:
             budget = Budget(sizes[0], **limits)
-            sizes = (fit_budget(net, structure, budget, example, batch_size=batch_size)[0],)
+            sizes = (fit_budget(net, structure, budget, example, **steps)[0],)
         for size in sizes:
             subnet = structure.subnet(size, depth=depth)
-            price = cost_of(net, structure, subnet, example, batch_size=batch_size)
+            price = cost_of(net, structure, subnet, example, **steps)
             rows.append({"width": size, **asdict(price)})
     if as_json:
         print_json(rows[0] if len(rows) == 1 else {"model": model, "sizes": rows})
@@ -173,11 +177,20 @@ def _fit_to_input(
     return fit_model_to_data(config, sizes, classes or usual.classes, tokens), example
 
 
-def _compute_method_sizes(config: Config, setup: Setup, batch_size: int) -> list[dict[str, Any]]:
+def _describe_steps(config: Config, batch_size: int) -> dict[str, int]:
+    """What the memory of a training step depends on, as ``compute_cost`` takes it."""
+    local_training = getattr(build_method(config), "local_training", LocalTraining())
+    kept = count_state_tensors(local_training.optimizer_at(local_training.lr))
+    return {"batch_size": batch_size, "optimizer_tensors": kept}
+
+
+def _compute_method_sizes(
+    config: Config, setup: Setup, steps: Mapping[str, int]
+) -> list[dict[str, Any]]:
     """What each size of a method costs, and its share of the whole model's parameters."""
     method = build_method(config)
     setup = method.prepare_model(setup)
-    price = partial(cost_of, setup.model, setup.structure, batch_size=batch_size)
+    price = partial(cost_of, setup.model, setup.structure, **steps)
     whole = price(Subnet(), setup.example).params
     rows: list[dict[str, Any]] = []
     state = method.start(setup)

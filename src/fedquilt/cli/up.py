@@ -37,6 +37,12 @@ def up(
             "limits such as 'params=100000'. Default: as each run deals them."
         ),
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            help="Where nodes train, in turn: cuda, or cuda:0,cuda:1. Default: as each run says."
+        ),
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,9 +67,8 @@ def up(
     keys are registered are let in. Certificates and keys are made where there are none yet.
     """
     console = make_console()
-    federation = Federation(
-        out, make_node_configs(nodes, budgets, data or ()), insecure=insecure, port=port
-    )
+    configs = make_node_configs(nodes, budgets, data or (), devices)
+    federation = Federation(out, configs, insecure=insecure, port=port)
     print_lines(console, f"starting a SuperLink and {nodes} nodes in {out}")
     with handle_stop_signals(), suppress(KeyboardInterrupt), federation:
         _describe_federation(federation, console)

@@ -19,7 +19,7 @@ from flwr.clientapp.typing import Mod
 from torch import Tensor
 
 from fedquilt.deploy.deadline import run_with_deadline
-from fedquilt.deploy.node_config import NodeConfig
+from fedquilt.deploy.node_config import NodeConfig, find_node_device
 from fedquilt.deploy.node_context import (
     DataFactory,
     ModelFactory,
@@ -114,8 +114,11 @@ class _MessageHandler:
         config = parse_run_config(context.run_config)
         node_config: NodeConfig = context.node_config
         folder = get_state_folder(node_config, codec.decode_query(message.content))
+        device = find_node_device(node_config, config.run.device)
         node = make_node_context(config, node_config, self._load_data)
-        node = assign_budget(node, node_config.get("budget"), config, self._make_model, folder)
+        node = assign_budget(
+            node, node_config.get("budget"), config, self._make_model, folder, device
+        )
         info = NodeInfo.from_context(node)
         is_private = build_privacy(config) is not None
         return (info.hide_data(config) if is_private else info).to_message()
@@ -168,6 +171,7 @@ class _MessageHandler:
             setup.model,
             setup.structure,
             node_context.data,
+            find_node_device(node, config.run.device),
             task=setup.task,
             secrets=folder / "secrets",
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +10,22 @@ import torch
 from torch import nn
 
 from fedquilt.data import ClientData
+from fedquilt.devices import (
+    CPU,
+    fork_generators,
+    get_free_memory,
+    is_accelerator,
+    on_device,
+    synchronize,
+)
 from fedquilt.federation.state import Setup
 from fedquilt.federation.threads import single_thread
 from fedquilt.learning.batch import as_batch, bind_batch
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cost import compute_cost
 from fedquilt.structure.cut import build_module
+from fedquilt.structure.tensors import copy_to_device
+from fedquilt.training.device_data import ResidentData, get_device
 from fedquilt.training.optimizers import make_optimizer
 from fedquilt.training.settings import LocalTraining
 
@@ -40,6 +49,8 @@ def find_affordable_width(
     local_training: LocalTraining,
     deadline: float | None,
     widths: Sequence[float] = WIDTHS,
+    *,
+    device: torch.device = CPU,
 ) -> tuple[Budget, list[Measurement]]:
     """Finds the largest width whose round meets the deadline and fits into memory.
 
@@ -50,7 +61,9 @@ def find_affordable_width(
         The budget, and the measurements of all widths that were tried.
     """
     measurements: list[Measurement] = []
-    free_memory = get_free_memory()
+    free_memory = get_free_memory(device)
+    if is_accelerator(device):
+        data = ResidentData(device).wrap(data, "all")
     for width in sorted(widths, reverse=True):
         last = measure_width(setup, data, local_training, width, free_memory)
         measurements.append(last)
@@ -70,6 +83,7 @@ def measure_width(
     if memory > free_memory:
         return Measurement(width, float("inf"), memory)
     module = build_module(setup.model, setup.structure, subnet).train()
+    module = copy_to_device(module, get_device(data))
     num_steps = local_training.epochs * -(-len(data) // local_training.batch_size)
     return Measurement(width, num_steps * _time_step(setup, module, data, local_training), memory)
 
@@ -81,25 +95,12 @@ def _time_step(
     settings = local_training.optimizer_at(local_training.lr, len(data))
     optimizer_step = make_optimizer(module.parameters(), settings)
     times = []
-    with single_thread(), torch.random.fork_rng(devices=[]):
+    device = get_device(data)
+    with single_thread(), fork_generators(device), on_device(device):
         for _ in range(1 + NUM_STEPS):
             start = time.perf_counter()
             batch = bind_batch(setup.model, as_batch(data.batch(rows)))
             optimizer_step.step(setup.task.loss.of_batch(module, batch))
+            synchronize(device)
             times.append(time.perf_counter() - start)
     return min(times[1:])
-
-
-def get_free_memory() -> float:
-    """The free memory in bytes; infinite where the system does not report it."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return float("inf")

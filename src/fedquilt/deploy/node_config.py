@@ -1,6 +1,7 @@
 """What a node is started with: Flower's node config.
 
-It names the node's client (``partition-id``), and optionally ``budget``, ``data`` and ``state``.
+It names the node's client (``partition-id``), and optionally ``budget``, ``data``, ``state`` and
+``device``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 
+import torch
+
+from fedquilt.devices import find_devices
 from fedquilt.errors import ConfigError
 from fedquilt.structure.budget import Budget
 
@@ -17,9 +21,9 @@ NodeConfig = Mapping[str, Value]
 
 
 def make_node_configs(
-    count: int, budgets: str | None = None, data: Sequence[str] = ()
+    count: int, budgets: str | None = None, data: Sequence[str] = (), devices: str | None = None
 ) -> list[dict[str, Value]]:
-    """Makes the configuration of each node: budgets in turn, and one path of data for each.
+    """Makes the configuration of each node: budgets and devices in turn, and data for each.
 
     >>> make_node_configs(3, "1,auto")[2]
     {'partition-id': 2, 'budget': 1.0}
@@ -37,7 +41,19 @@ def make_node_configs(
         values = [_check_budget(text.strip()) for text in budgets.split(",")]
         for node, value in zip(nodes, cycle(values), strict=False):
             node["budget"] = value
+    if devices is not None:
+        for node, device in zip(nodes, cycle(find_devices(devices)), strict=False):
+            node["device"] = str(device)
     return nodes
+
+
+def find_node_device(node: NodeConfig, default: str) -> torch.device:
+    """The device of a node: the one it was started with, or the one that the settings name.
+
+    A node works for one client at a time, so it uses the first of several.
+    """
+    first, *_ = find_devices(str(node.get("device", default)))
+    return first
 
 
 def parse_budget(value: Value) -> Budget | None:

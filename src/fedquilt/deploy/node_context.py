@@ -22,6 +22,7 @@ from fedquilt.data.population import Population, split_last
 from fedquilt.data.transformed import transform_examples
 from fedquilt.deploy.device_profile import find_affordable_width
 from fedquilt.deploy.node_config import NodeConfig, Value, parse_budget
+from fedquilt.devices import CPU
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import SERVER, Client
 from fedquilt.federation.state import Setup
@@ -207,6 +208,7 @@ def assign_budget(
     config: Config,
     make_model: ModelFactory | None = None,
     folder: Path | None = None,
+    device: torch.device = CPU,
 ) -> NodeContext:
     """Sets the budget that a node was started with; without one, the settings' budget stays.
 
@@ -217,15 +219,20 @@ def assign_budget(
         config: The settings of the run.
         make_model: Builds the full model; by default the settings name it.
         folder: Where the result of a measurement is stored.
+        device: What a measurement trains on.
     """
     if value is None:
         return node
-    budget = parse_budget(value) or _measure_budget(node, config, make_model, folder)
+    budget = parse_budget(value) or _measure_budget(node, config, make_model, folder, device)
     return replace(node, client=replace(node.client, budget=budget))
 
 
 def _measure_budget(
-    node: NodeContext, config: Config, make_model: ModelFactory | None, folder: Path | None
+    node: NodeContext,
+    config: Config,
+    make_model: ModelFactory | None,
+    folder: Path | None,
+    device: torch.device,
 ) -> Budget:
     """Measures what the device affords, once; later calls read the result from the folder."""
     path = None if folder is None else folder / "device_profile.json"
@@ -235,7 +242,9 @@ def _measure_budget(
     local_training = build_method(config).local_training  # type: ignore[attr-defined]
     data = node.data["train"][node.client.id]
     deadline = config.flower.deadline
-    budget, measurements = find_affordable_width(setup, data, local_training, deadline)
+    budget, measurements = find_affordable_width(
+        setup, data, local_training, deadline, device=device
+    )
     if path is not None:
         values = [vars(measurement) for measurement in measurements]
         write_text(path, json.dumps({"width": budget.width, "measurements": values}))

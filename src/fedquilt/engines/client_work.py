@@ -11,8 +11,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedquilt.devices import is_accelerator, on_device, reproducible_kernels
+from fedquilt.devices import (
+    is_accelerator,
+    is_out_of_memory,
+    on_device,
+    reproducible_kernels,
+)
 from fedquilt.engines.client_state import is_finite_state
+from fedquilt.errors import DeviceMemoryError
 from fedquilt.federation.client import ClientResult, Task
 from fedquilt.structure.tensors import map_tensors
 from fedquilt.training.context import ClientContext
@@ -30,6 +36,8 @@ def run_task(
     """Does a client's work on the device of its context; tensors come and go on the host.
 
     A new client state that is not finite is dropped: the client goes on from its last sound one.
+    If the device has too little memory, the work is done once more without all that was kept there
+    to save time, and then a DeviceMemoryError is raised.
 
     Args:
         task: The work.
@@ -37,20 +45,42 @@ def run_task(
         client_state: What the client has kept from earlier rounds, if anything.
         on_progress: Hears a few times a second which part of the work is done.
     """
-    task = replace(task, params=context.to_device(task.params))
-    if client_state is not None and is_accelerator(context.device):
-        client_state = map_tensors(lambda t: t.to(context.device), client_state)
     with (
         _ProgressThrottle(on_progress or (lambda done: None)) as throttle,
         on_device(context.device),
         reproducible_kernels(context.device),
     ):
-        result = task.recipe.run(task, context.for_client(client_state, throttle))
-        if result.state is not None and not is_finite_state(result.state, context.model):
-            result = replace(result, state=None)
-        if is_accelerator(context.device):
-            result = _move_to_host(result)
-    return result
+        try:
+            return _run_on_device(task, context, client_state, throttle)
+        except Exception as problem:
+            if not is_out_of_memory(problem):
+                raise
+        context.release_memory()  # now that the exception has let go of what it held
+        try:
+            return _run_on_device(task, context, client_state, throttle)
+        except Exception as problem:
+            if not is_out_of_memory(problem):
+                raise
+            raise DeviceMemoryError(
+                f"its work does not fit into the memory of device {context.device}, even with one "
+                "client at a time; use a smaller batch_size, or give it a smaller budget"
+            ) from None
+
+
+def _run_on_device(
+    task: Task,
+    context: ClientContext,
+    client_state: Mapping[str, Tensor] | None,
+    on_progress: Callable[[float], None],
+) -> ClientResult:
+    if is_accelerator(context.device):
+        task = replace(task, params=context.to_device(task.params))
+        if client_state is not None:
+            client_state = {n: t.to(context.device) for n, t in client_state.items()}
+    result = task.recipe.run(task, context.for_client(client_state, on_progress))
+    if result.state is not None and not is_finite_state(result.state, context.model):
+        result = replace(result, state=None)
+    return _move_to_host(result) if is_accelerator(context.device) else result
 
 
 def _move_to_host(result: ClientResult) -> ClientResult:
@@ -59,7 +89,7 @@ def _move_to_host(result: ClientResult) -> ClientResult:
     return replace(
         result,
         update=update,
-        state=None if state is None else map_tensors(Tensor.cpu, dict(state)),
+        state=None if state is None else {name: t.cpu() for name, t in state.items()},
         local_model=local_model and (local_model[0], map_tensors(Tensor.cpu, local_model[1])),
     )
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedquilt.data import ClientData
-from fedquilt.devices import CPU, is_out_of_memory
+from fedquilt.devices import CPU
 from fedquilt.engines.client_state import ClientStateStore, read_client_state, write_client_state
 from fedquilt.engines.client_work import describe_exception, run_task
 from fedquilt.engines.engine import OnProgress, ignore_progress
@@ -34,6 +34,7 @@ from fedquilt.engines.worker import (
     WorkReply,
     WorkRequest,
 )
+from fedquilt.errors import DeviceMemoryError
 from fedquilt.federation import flat_tensors
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.federation.threads import single_thread
@@ -145,32 +146,25 @@ class LocalEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run_here(self, task: Task, *, is_retry: bool = False) -> Update | Failure:
-        """Does a task in this process, and once more if its device was full of older things."""
-
+    def _run_here(self, task: Task) -> Update | Failure:
         def on_progress(done: float) -> None:
             try:
                 self.on_progress(task.client, done)
             except Exception as problem:
                 raise _CallbackError(problem) from problem
 
-        result = None
         with single_thread():
             try:
                 before = read_client_state(self._states.current_path(task.client))
                 result = run_task(task, self._context, before, on_progress)
                 if result.state is not None:
                     write_client_state(self._states.next_path(task.client), result.state)
+            except DeviceMemoryError as problem:
+                return Failure(task.client, str(problem))
             except Exception as problem:
-                if not is_out_of_memory(problem):
-                    return Failure(task.client, describe_exception(problem))
-                if is_retry:
-                    return Failure(task.client, _describe_lack_of_memory(self.device))
+                return Failure(task.client, describe_exception(problem))
             except _CallbackError as error:
                 raise error.problem from None
-        if result is None:  # the exception has let go of what it held
-            self._context.release_memory()
-            return self._run_here(task, is_retry=True)
         if result.state is not None:
             self._states.advance(task.client)
         return result.update
@@ -243,11 +237,9 @@ class LocalEngine:
             problem, has_died = worker.find_problem(), worker.sentinel in ready
             if worker.pipe in ready:
                 message = worker.receive()
-                if isinstance(message, WorkReply) and message.is_out_of_memory:
-                    self._redo_with_fewer(worker, queue, message.number)
-                    continue
                 if isinstance(message, WorkReply):
-                    queue.results[message.number] = message
+                    if not (message.is_out_of_memory and self._redo(worker, queue, message.number)):
+                        queue.results[message.number] = message
                     continue
                 if message is not None and worker.is_working_on(message.number):
                     self.on_progress(queue.requests[message.number].client, message.done)
@@ -256,11 +248,10 @@ class LocalEngine:
                 requests, code = self._replace_worker(worker)
                 queue.retry_or_fail(requests, problem, code)
 
-    def _redo_with_fewer(self, worker: Worker, queue: _TaskQueue, number: int) -> None:
+    def _redo(self, worker: Worker, queue: _TaskQueue, number: int) -> bool:
         """Puts back a task that was too large for its device, with fewer clients at a time on it.
 
-        The worker ends, unless it is the last one of its device. A task that is too large for a
-        device alone, whose worker has freed all that it can, fails.
+        The worker ends, unless it is the last one of its device. False if the task was tried alone.
         """
         device = worker.context.device
         if sum(other.context.device == device for other in self._workers) > 1:
@@ -268,12 +259,12 @@ class LocalEngine:
             self._workers = [other for other in self._workers if other is not worker]
             queue.waiting.extendleft(request.number for request in reversed(worker.requests))
             queue.waiting.appendleft(number)
-        elif number not in queue.alone:
+        elif number not in queue.alone:  # others may have been there when it failed
             queue.alone.add(number)
             queue.waiting.appendleft(number)
         else:
-            client = queue.requests[number].client
-            queue.results[number] = Failure(client, _describe_lack_of_memory(device))
+            return False
+        return True
 
     def _replace_worker(self, worker: Worker) -> tuple[deque[WorkRequest], int | None]:
         """Starts a worker's process anew; the requests that it had, and its exit code."""
@@ -358,14 +349,6 @@ def _estimate_size(subnet: Subnet, structure: Structure) -> float:
     ]
     width = sum(kept) / len(kept) if kept else 1.0
     return width * (1 - len(structure.dropped_tensors(subnet)) / max(len(structure.shapes), 1))
-
-
-def _describe_lack_of_memory(device: torch.device) -> str:
-    """Why a task failed that is too large for its device."""
-    return (
-        f"its work does not fit into the memory of device {device}, even with one client at a time;"
-        " use a smaller batch_size, or give it a smaller budget"
-    )
 
 
 def _describe_exit(code: int | None) -> str:

@@ -29,10 +29,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fedquilt.devices import has_accelerator, is_accelerator, is_out_of_memory
+from fedquilt.devices import has_accelerator, is_accelerator
 from fedquilt.engines.client_state import read_client_state, write_client_state
 from fedquilt.engines.client_work import describe_exception, run_task
-from fedquilt.errors import ConfigError
+from fedquilt.errors import ConfigError, DeviceMemoryError
 from fedquilt.federation import flat_tensors
 from fedquilt.federation.client import Recipe, Task
 from fedquilt.structure.cut import Params
@@ -279,14 +279,10 @@ def _run_worker(
             return
         try:
             reply = _handle_request(request, context, mapped, pipe)
+        except DeviceMemoryError as problem:
+            reply = WorkReply(request.number, problem=str(problem), is_out_of_memory=True)
         except Exception as problem:
-            reply = WorkReply(
-                request.number,
-                problem=describe_exception(problem),
-                is_out_of_memory=is_out_of_memory(problem),
-            )
-        if reply.is_out_of_memory:  # once the exception has let go of what it held
-            context.release_memory()
+            reply = WorkReply(request.number, problem=describe_exception(problem))
         _reply(pipe, reply, request)
 
 

@@ -102,6 +102,7 @@ def fit_budget(
     example: Example,
     *,
     batch_size: int = 10,
+    optimizer_tensors: int = 1,
     shape: Callable[[Subnet], Subnet] = lambda subnet: subnet,
 ) -> tuple[float, Subnet]:
     """Finds the widest subnet within the budget.
@@ -115,6 +116,7 @@ def fit_budget(
         budget: The limits.
         example: An input of the model.
         batch_size: The size of the batches that the memory of a step is computed for.
+        optimizer_tensors: What an optimizer keeps of each weight: 1 of momentum, 2 of Adam.
         shape: Turns a plain subnet into the one that would be sent.
 
     Returns:
@@ -133,7 +135,12 @@ def fit_budget(
 
     def price(width: float) -> Cost:
         return compute_cost(
-            model, structure, shape(structure.subnet(width)), example, batch_size=batch_size
+            model,
+            structure,
+            shape(structure.subnet(width)),
+            example,
+            batch_size=batch_size,
+            optimizer_tensors=optimizer_tensors,
         )
 
     low, high = -1, len(steps)  # steps[low] fits, steps[high] does not

@@ -66,8 +66,9 @@ def compute_cost(
     *,
     batch_size: int = 10,
     memory: bool = True,
+    optimizer_tensors: int = 1,
 ) -> Cost:
-    """Computes parameters, bytes, MACs per example, and peak memory of a step with momentum.
+    """Computes parameters, bytes, MACs per example, and peak memory of a training step.
 
     Args:
         model: The whole model.
@@ -76,6 +77,7 @@ def compute_cost(
         example: An input of the model.
         batch_size: The size of the batches of a training step.
         memory: Whether to compute the memory, which takes longest; if not, it is 0.
+        optimizer_tensors: What an optimizer keeps of each weight: 1 of momentum, 2 of Adam.
 
     >>> import torch, fedquilt as fq
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
@@ -85,7 +87,8 @@ def compute_cost(
     """
     alike = _to_leading(subnet, _list_even_groups(structure))
     workload = _Workload(model, _describe_shapes(example), example)
-    return _measure_cost(structure, workload, alike, batch_size, memory)
+    steps = batch_size, optimizer_tensors
+    return _measure_cost(structure, workload, alike, steps if memory else None)
 
 
 def _to_leading(subnet: Subnet, groups: frozenset[str]) -> Subnet:
@@ -128,15 +131,16 @@ def _describe_shapes(example: Example) -> tuple[Any, ...]:
 
 @cache_per_structure(max_entries=256)
 def _measure_cost(
-    structure: Structure, workload: _Workload, subnet: Subnet, batch_size: int, memory: bool
+    structure: Structure, workload: _Workload, subnet: Subnet, steps: tuple[int, int] | None
 ) -> Cost:
+    """The cost of a subnet; ``steps`` are the size of batches and what an optimizer keeps."""
     small = build_on_meta(workload.model, structure, subnet)
     sent = set(structure.tensor_names(subnet))
     return Cost(
         params=sum(p.numel() for p in small.parameters()),
         bytes=sum(t.nbytes for n, t in named_tensors(small).items() if n in sent),
         macs=count_macs(small, workload.example),
-        memory=measure_peak_memory(small, workload.example, batch_size) if memory else 0,
+        memory=0 if steps is None else measure_peak_memory(small, workload.example, *steps),
     )
 
 

@@ -140,10 +140,15 @@ def _without_gradients(net: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def measure_peak_memory(small: nn.Module, example: Example, batch_size: int) -> int:
-    """Peak bytes of a training step: weights, gradients, momentum, activations."""
+def measure_peak_memory(
+    small: nn.Module, example: Example, batch_size: int, optimizer_tensors: int = 1
+) -> int:
+    """Peak bytes of a training step: weights, gradients, activations, and the optimizer's tensors.
+
+    An optimizer has ``optimizer_tensors`` of them for each weight.
+    """
     weights = sum(t.nbytes for t in named_tensors(small).values())
-    momentum = sum(p.nbytes for p in small.parameters() if p.requires_grad)
+    trained = sum(p.nbytes for p in small.parameters() if p.requires_grad)
 
     def look(net: nn.Module, inputs: tuple[Any, ...]) -> int:
         meter = _StorageMeter()
@@ -152,7 +157,7 @@ def measure_peak_memory(small: nn.Module, example: Example, batch_size: int) -> 
             torch.autograd.backward([output.sum() for output in outputs if output.requires_grad])
         return meter.peak + sum(x.nbytes for x in inputs if isinstance(x, Tensor))
 
-    return weights + momentum + _observe(look, small, example, batch_size)
+    return weights + optimizer_tensors * trained + _observe(look, small, example, batch_size)
 
 
 class _StorageMeter(TorchDispatchMode):

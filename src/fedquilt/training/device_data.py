@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
@@ -57,7 +58,8 @@ class ResidentData:
 
     def _make_room(self, size: int) -> bool:
         if self._max_bytes is None:
-            self._max_bytes = int(RESIDENT_FRACTION * (get_free_memory(self.device) or 0))
+            free = get_free_memory(self.device)
+            self._max_bytes = int(RESIDENT_FRACTION * free) if math.isfinite(free) else 0
         if size > self._max_bytes:
             return False
         while self._sizes and sum(self._sizes.values()) + size > self._max_bytes:

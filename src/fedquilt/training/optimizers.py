@@ -54,6 +54,21 @@ def trainable_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     return {n: w for n, w in module.named_parameters() if w.requires_grad}
 
 
+def count_state_tensors(settings: OptimizerSettings) -> int:
+    """How many tensors as large as the weights an optimizer keeps; of SGD always momentum.
+
+    >>> import fedquilt as fq
+    >>> count_state_tensors(fq.LocalTraining(optimizer="adamw").optimizer_at(0.1))
+    2
+    """
+    base = settings.base if isinstance(settings, StepwiseSettings) else settings
+    weight = torch.zeros(2, 3, requires_grad=True)
+    optimizer = make_optimizer([weight], base)
+    optimizer.step(weight.sum())
+    kept = [t for state in optimizer.state() for t in state.values() if t.shape == weight.shape]
+    return max(1, len(kept))
+
+
 def make_optimizer(
     weights: Iterable[Tensor], settings: OptimizerSettings, *, nets: int = 1
 ) -> WeightOptimizer:

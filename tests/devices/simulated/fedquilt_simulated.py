@@ -37,6 +37,7 @@ def make_module() -> types.ModuleType:
     module.current_device = sim.current_device
     module.set_device = lambda device: sim.set_device(index(device))
     module.get_device_name = lambda device=None: "Simulated"
+    module.synchronize = lambda device=None: None
     module._is_in_bad_fork = lambda: False
     module.manual_seed = lambda seed: sim.seed(sim.current_device(), seed)
     module.manual_seed_all = lambda seed: [sim.seed(n, seed) for n in range(sim.device_count())]
