@@ -17,6 +17,10 @@ from fedquilt.engines.local import LocalEngine
 from fedquilt.engines.worker import choose_start_method
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.models.heterofl import CNN
+from fedquilt.runs.from_config import plan_run
+from fedquilt.runs.plan import start_run
+from fedquilt.settings.load import load_config
+from fedquilt.settings.resolve import load_source, resolve_config
 from fedquilt.structure.cut import build_module
 from fedquilt.training.context import ClientContext
 from fedquilt.training.device_data import ResidentData
@@ -317,3 +321,18 @@ def test_what_was_trained_on_a_device_is_stored_and_handed_out_on_the_host(tmp_p
     assert {t.device for t in (*model.state_dict().values(), *run.state.params.values())} == {CPU}
     for name, tensor in run.customize(width=0.5).state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_a_file_of_settings_names_the_device(tmp_path):
+    given = {
+        "rounds": 1,
+        "data": {"clients": 2, "fraction": 0.05},
+        "model": {"name": "mlp", "hidden": [8]},
+        "run": {"device": "sim:1", "workers": 0},
+    }
+    config = load_config(given)
+    source = load_source(config)
+    kernels = torch.ops.sim.kernels()
+    run = start_run(plan_run(resolve_config(config, source), source, tmp_path / "run")).train()
+    assert torch.ops.sim.kernels() > kernels
+    assert run.info.environments[0]["device"] == "sim Simulated"

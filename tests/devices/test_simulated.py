@@ -1,4 +1,4 @@
-"""What holds on a simulated accelerator: the checks of two files, in a process that has one.
+"""What holds on a simulated accelerator: the checks of three files, in a process that has one.
 
 They need a process of their own. PyTorch starts threads for the gradients of an accelerator, and
 after that no forked process can compute gradients, which other tests of this process may want to.
@@ -17,7 +17,7 @@ import pytest
 from .simulated.install import COMPILER, install
 
 ROOT = Path(__file__).parents[2]
-CHECKS = [ROOT / "tests" / "laws" / "device_laws.py", ROOT / "tests" / "devices" / "checks.py"]
+CHECKS = ["tests/laws/device_laws.py", "tests/devices/checks.py", "tests/deploy/device_checks.py"]
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +44,7 @@ def test_all_checks_hold_on_a_simulated_accelerator(with_accelerator):
         "-o",
         "addopts=--import-mode=importlib",
     ]
-    command = [sys.executable, "-m", "pytest", *options, *map(str, CHECKS)]
+    command = [sys.executable, "-m", "pytest", *options, *CHECKS]
     result = subprocess.run(command, cwd=ROOT, env=with_accelerator, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert "skipped" not in result.stdout.splitlines()[-1]

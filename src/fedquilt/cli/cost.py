@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial, reduce
+from functools import reduce
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ from fedquilt.settings.resolve import (
 )
 from fedquilt.settings.schema import Config
 from fedquilt.structure.budget import Budget, fit_budget
+from fedquilt.structure.cost import Cost
 from fedquilt.structure.cost import compute_cost as cost_of
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.optimizers import count_state_tensors
@@ -177,25 +178,28 @@ def _fit_to_input(
     return fit_model_to_data(config, sizes, classes or usual.classes, tokens), example
 
 
-def _describe_steps(config: Config, batch_size: int) -> dict[str, int]:
+def _describe_steps(config: Config, batch_size: int) -> dict[str, Any]:
     """What the memory of a training step depends on, as ``compute_cost`` takes it."""
     local_training = getattr(build_method(config), "local_training", LocalTraining())
-    kept = count_state_tensors(local_training.optimizer_at(local_training.lr))
+    kept = count_state_tensors(local_training.optimizer_at(local_training.lr, num_examples=1))
     return {"batch_size": batch_size, "optimizer_tensors": kept}
 
 
 def _compute_method_sizes(
-    config: Config, setup: Setup, steps: Mapping[str, int]
+    config: Config, setup: Setup, steps: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """What each size of a method costs, and its share of the whole model's parameters."""
     method = build_method(config)
     setup = method.prepare_model(setup)
-    price = partial(cost_of, setup.model, setup.structure, **steps)
-    whole = price(Subnet(), setup.example).params
+
+    def price(subnet: Subnet) -> Cost:
+        return cost_of(setup.model, setup.structure, subnet, setup.example, **steps)
+
+    whole = price(Subnet()).params
     rows: list[dict[str, Any]] = []
     state = method.start(setup)
     for size in method.sizes(setup):
-        parts = [price(subnet, setup.example) for subnet in method.ensemble(setup, state, size)]
+        parts = [price(subnet) for subnet in method.ensemble(setup, state, size)]
         total = reduce(operator.add, parts)
         rows.append(
             {

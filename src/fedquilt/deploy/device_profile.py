@@ -26,7 +26,7 @@ from fedquilt.structure.cost import compute_cost
 from fedquilt.structure.cut import build_module
 from fedquilt.structure.tensors import copy_to_device
 from fedquilt.training.device_data import ResidentData, get_device
-from fedquilt.training.optimizers import make_optimizer
+from fedquilt.training.optimizers import count_state_tensors, make_optimizer
 from fedquilt.training.settings import LocalTraining
 
 WIDTHS = (1.0, 0.5, 0.25, 0.125, 0.0625)
@@ -77,8 +77,14 @@ def measure_width(
 ) -> Measurement:
     """Measures one width; a width that does not fit into memory is not trained."""
     subnet = setup.structure.subnet(width)
+    optimizer = local_training.optimizer_at(local_training.lr, len(data))
     memory = compute_cost(
-        setup.model, setup.structure, subnet, setup.example, batch_size=local_training.batch_size
+        setup.model,
+        setup.structure,
+        subnet,
+        setup.example,
+        batch_size=local_training.batch_size,
+        optimizer_tensors=count_state_tensors(optimizer),
     ).memory
     if memory > free_memory:
         return Measurement(width, float("inf"), memory)
