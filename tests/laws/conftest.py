@@ -26,6 +26,7 @@ from fedquilt.runs.loop import TrainingLoop
 from fedquilt.runs.policies import Cadence
 from fedquilt.structure.budget import Budget
 
+collect_ignore = [] if hasattr(torch, "sim") else ["device_laws.py"]  # see tests/devices
 NUM_CLASSES, HIDDEN = 4, (8, 12)
 OPTIMISER = fq.LocalTraining(lr=0.05, epochs=1, batch_size=4)
 WIDTHS = (1.0, 0.5, 0.5, 0.25, 0.25)
