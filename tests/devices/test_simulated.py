@@ -34,6 +34,7 @@ def with_accelerator(tmp_path_factory):
     return {**own, "PYTHONPATH": paths, "FEDQUILT_SIMULATED_MEMORY": memory}
 
 
+@pytest.mark.timeout(900)
 def test_all_checks_hold_on_a_simulated_accelerator(with_accelerator):
     options = [
         "-q",
