@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 AXE_VERSION := 4.14.0
 
-.PHONY: demo test test-docs test-federation test-browser lint types bench clean
+.PHONY: demo test test-docs test-federation test-browser test-device lint types bench clean
 
 demo: .venv/demo  ## train on the embedded digits over clients of five sizes
 	$(BIN)/fedquilt train
@@ -27,6 +27,9 @@ test-browser: .venv/test .venv/axe/axe.min.js  ## pages in a real Chromium; it i
 	cd .venv/axe && npm pack --silent axe-core@$(AXE_VERSION) && \
 	  tar -xzf axe-core-$(AXE_VERSION).tgz --strip-components=1 package/axe.min.js || \
 	  echo "axe-core could not be fetched; pages are tested without it"
+
+test-device: .venv/test  ## the laws of devices on a real one: make test-device DEVICE=cuda:0
+	FEDQUILT_DEVICE=$(DEVICE) $(BIN)/python -m pytest -n 0 -o addopts=--import-mode=importlib tests/laws/device_laws.py
 
 lint: .venv/test
 	$(BIN)/ruff check .

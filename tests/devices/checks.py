@@ -282,7 +282,7 @@ def test_the_cost_of_a_subnet_predicts_the_memory_of_its_training():
             optimizer.zero_grad()
         measured = memory()[1] - before
         del small, optimizer, x, y
-        assert predicted == pytest.approx(measured, rel=0.25), width
+        assert predicted == pytest.approx(measured, rel=0.1), width
 
 
 # Whole runs.

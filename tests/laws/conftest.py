@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +27,8 @@ from fedquilt.runs.loop import TrainingLoop
 from fedquilt.runs.policies import Cadence
 from fedquilt.structure.budget import Budget
 
-collect_ignore = [] if hasattr(torch, "sim") else ["device_laws.py"]  # see tests/devices
+HAS_DEVICE = hasattr(torch, "sim") or "FEDQUILT_DEVICE" in os.environ
+collect_ignore = [] if HAS_DEVICE else ["device_laws.py"]  # see tests/devices
 NUM_CLASSES, HIDDEN = 4, (8, 12)
 OPTIMISER = fq.LocalTraining(lr=0.05, epochs=1, batch_size=4)
 WIDTHS = (1.0, 0.5, 0.5, 0.25, 0.25)
