@@ -26,6 +26,7 @@ from fedquilt.settings.resolve import load_source, resolve_config
 from fedquilt.structure.cut import build_module
 from fedquilt.training.context import ClientContext
 from fedquilt.training.device_data import ResidentData
+from fedquilt.training.private import PrivateReply
 
 SIM, OTHER = torch.device("sim", 0), torch.device("sim", 1)
 SETTINGS = fq.LocalTraining(lr=0.05, epochs=2, batch_size=4)
@@ -222,6 +223,21 @@ def test_processes_of_the_cpu_work_in_a_process_with_an_accelerator():
     expected = bits(federation.run(devices=(CPU,)))  # which has computed gradients
     assert choose_start_method(CPU) == "spawn"  # since a forked process could not any more
     assert bits(federation.run(workers=1, devices=(CPU,))) == expected
+
+
+@pytest.mark.parametrize("name", ["optimizer", "privacy"])
+def test_what_is_put_around_or_into_training_works_on_a_device(name):
+    federation, found = Federation(), []
+    adam = fq.LocalTraining(optimizer="adamw", lr=0.01, epochs=1, keep_optimizer=True)
+    recipe: fq.Recipe = fq.LocalSGD(adam, lr=0.01)
+    if name == "privacy":
+        recipe = PrivateReply(fq.LocalSGD(SETTINGS, lr=0.05), clip=0.1, noise=0.01, secret="ab")
+    tasks = [replace(task, recipe=recipe) for task in federation.tasks()]
+    for device in (CPU, SIM):
+        with federation.engine(devices=(device,)) as engine:
+            found += [bits(list(engine.run(tasks))) for _ in range(2)]  # the second goes on
+    assert found[0] != found[1] or name == "privacy"
+    assert found[:2] == found[2:]
 
 
 # Too little memory.

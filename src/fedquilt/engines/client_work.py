@@ -20,7 +20,6 @@ from fedquilt.devices import (
 from fedquilt.engines.client_state import is_finite_state
 from fedquilt.errors import DeviceMemoryError
 from fedquilt.federation.client import ClientResult, Task
-from fedquilt.structure.tensors import map_tensors
 from fedquilt.training.context import ClientContext
 
 MIN_REPORT_SECONDS = 0.25  # of work between two reports of progress
@@ -80,18 +79,7 @@ def _run_on_device(
     result = task.recipe.run(task, context.for_client(client_state, on_progress))
     if result.state is not None and not is_finite_state(result.state, context.model):
         result = replace(result, state=None)
-    return _move_to_host(result) if is_accelerator(context.device) else result
-
-
-def _move_to_host(result: ClientResult) -> ClientResult:
-    update = replace(result.update, params=map_tensors(Tensor.cpu, result.update.params))
-    state, local_model = result.state, result.local_model
-    return replace(
-        result,
-        update=update,
-        state=None if state is None else {name: t.cpu() for name, t in state.items()},
-        local_model=local_model and (local_model[0], map_tensors(Tensor.cpu, local_model[1])),
-    )
+    return result.to_host() if is_accelerator(context.device) else result
 
 
 class _ProgressThrottle:

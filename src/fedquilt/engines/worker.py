@@ -40,6 +40,7 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
 
 MAX_BEAT_SECONDS = 1.0  # between two heartbeats, and between two looks at them
+MAX_START_SECONDS = 300.0  # until a new process has imported everything
 MAX_MESSAGE_BYTES = 16_000  # that a pipe takes at once, so that no process waits to send more
 
 
@@ -114,10 +115,12 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        process_context: Any = get_context(choose_start_method(self.context.device))
+        method = choose_start_method(self.context.device)
+        process_context: Any = get_context(method)
         self.pipe, theirs = process_context.Pipe()
         self._pulse.touch()
         self._seen, self._silent, self._spent, self._looked = 0, 0.0, 0.0, time.monotonic()
+        self._is_importing, self._started = method == "spawn", self._last_beat()
         beat = self._timeouts.beat
         self._process: BaseProcess = process_context.Process(
             target=_run_worker,
@@ -174,6 +177,9 @@ class Worker:
         self._silent = 0.0 if self._seen != before else self._silent + passed
         self._spent += passed
         heartbeat, deadline = self._timeouts.heartbeat, self._timeouts.deadline
+        self._is_importing = self._is_importing and self._seen == self._started
+        if self._is_importing:  # all that it needs, before its first heartbeat
+            heartbeat, deadline = max(heartbeat, MAX_START_SECONDS), None
         if not self.requests:
             return None
         if self._silent >= heartbeat:

@@ -30,7 +30,7 @@ A recipe is what clients do in a task. This one sends back half of every weight 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -162,6 +162,19 @@ class ClientResult:
     update: Update
     state: Mapping[str, Tensor] | None = None
     local_model: tuple[tuple[Subnet, ...], tuple[Params, ...]] | None = None
+
+    def to_host(self) -> ClientResult:
+        """The same with all tensors on the host, as they are sent and stored."""
+        state, local_model = self.state, self.local_model
+        return ClientResult(
+            replace(self.update, params=tuple(map(_copy_to_host, self.update.params))),
+            None if state is None else _copy_to_host(state),
+            local_model and (local_model[0], tuple(map(_copy_to_host, local_model[1]))),
+        )
+
+
+def _copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)

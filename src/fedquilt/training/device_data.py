@@ -85,6 +85,8 @@ class DeviceExamples:
         self._data, self._resident, self._key = data, resident, key
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of its own, before it is made
+            raise AttributeError(name)
         return getattr(self._data, name)  # such as the scale of images, which attacks need
 
     def __len__(self) -> int:

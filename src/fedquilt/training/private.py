@@ -53,8 +53,13 @@ class PrivateReply:
         """Does the work, and sends the bounded change."""
         examples = context.examples("train", task.client)
         own = replace(task, recipe=_give_labels(self.recipe, examples, context))
-        result = own.recipe.run(own, context)
-        before = [copy_subnet_tensors(task.params, context.structure, s) for s in task.subnets]
+        result = own.recipe.run(own, context).to_host()  # where noise is drawn, in float64
+        before = [
+            {name: tensor.cpu() for name, tensor in tensors.items()}
+            for tensors in (
+                copy_subnet_tensors(task.params, context.structure, s) for s in task.subnets
+            )
+        ]
         after = fill_reply(context.structure, task.subnets, before, result.update)
         changes = _subtract(after, before)
         norm = math.sqrt(sum(float(c.square().sum()) for part in changes for c in part.values()))
