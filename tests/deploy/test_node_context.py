@@ -126,7 +126,7 @@ def steps(monkeypatch):
     """A device on which a step takes as many seconds as the model has width."""
     timed = []
 
-    def seconds(module, data, local_training):
+    def seconds(setup, module, data, local_training):
         width = module.features[0].weight.shape[0] / 4
         timed.append(width)
         return width

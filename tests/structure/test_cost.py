@@ -190,9 +190,8 @@ def test_channels_of_any_kind_cost_what_their_net_does(name, seed):
     small = build_module(model, structure, subnet)
     assert found.params == sum(p.numel() for p in small.parameters())
     assert found.bytes == sum(t.nbytes for t in named_tensors(small).values())
-    assert found == _measure_cost.__wrapped__(
-        structure, _Workload(model, (), example), subnet, 10, False
-    )
+    workload = _Workload(model, (), example)
+    assert found == _measure_cost.__wrapped__(structure, workload, subnet, None)
 
 
 def test_methods_that_draw_other_channels_in_every_round_ask_for_one_price(net, monkeypatch):
