@@ -28,7 +28,6 @@ from fedquilt.federation.secure.server import SecureServer
 from fedquilt.federation.secure.session import Session
 
 FLOAT_BYTES = 4
-ID_BYTES = 16  # of a client's number and a length, beside each share that is sent
 
 
 class Costs:
@@ -80,7 +79,7 @@ def run_session(session: Session, dropouts: float, costs: Costs, seed: int = 0) 
         )
         costs.time("server shares", lambda n=number, s=shares: server.add_shares(n, s))
         costs.down[number] += len(keys) * (64 + 8)
-        costs.up[number] += sum(len(share) + ID_BYTES for share in shares.values())
+        costs.up[number] += sum(len(share) for share in shares.values())
     totals = [np.zeros(size, get_dtype(session.bits)) for size in session.sizes]
     for number in session.clients:
         if number in lost:
@@ -107,8 +106,8 @@ def run_session(session: Session, dropouts: float, costs: Costs, seed: int = 0) 
         )
         costs.time("server secrets", lambda n=number, r=revealed: server.add_secrets(n, r))
         costs.down[number] += 8 * len(server.survivors)
-        costs.down[number] += sum(len(share) + ID_BYTES for share in received.values())
-        costs.up[number] += sum(len(share) + ID_BYTES for share in revealed.values())
+        costs.down[number] += sum(len(share) for share in received.values())
+        costs.up[number] += sum(len(share) for share in revealed.values())
     opened = costs.time("server sums", server.open_sums)
     assert not opened.closed, opened.closed
     for ring, total in enumerate(totals):

@@ -59,7 +59,7 @@ def test_a_secure_run_on_flower_has_the_bits_of_a_local_one(place):
     assert [seen.count(step) for step in STEPS] == [CLIENTS] * 4
     stored = [path for path in (place.folder / "state").rglob("secrets/*.json")]
     assert len(stored) == CLIENTS
-    assert all(json.loads(path.read_text())["mask_key"] == "" for path in stored)
+    assert all(json.loads(path.read_text())["mask_seed"] == "" for path in stored)
 
 
 @pytest.mark.parametrize("step", STEPS)

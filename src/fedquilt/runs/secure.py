@@ -24,6 +24,12 @@ from fedquilt.federation.aggregation.secure_sum import (
 )
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.federation.rings import Rings, find_rings, list_averaged
+from fedquilt.federation.secure.client import (
+    join_messages,
+    measure_revealed,
+    measure_shares,
+    split_messages,
+)
 from fedquilt.federation.secure.encoding import NUM_REPORTED, decode_sums, make_report_quantizer
 from fedquilt.federation.secure.integers import Integers
 from fedquilt.federation.secure.quantization import NUM_EXTRA, Quantizer
@@ -37,15 +43,16 @@ from fedquilt.runs.events import SecureRound
 from fedquilt.training.secure import (
     CLIENTS,
     KEYS,
+    SHARES,
     SURVIVORS,
     MaskedReply,
     RevealSecrets,
     ShareSecrets,
     StartSession,
+    pack_bytes,
     pack_keys,
-    pack_shares,
+    unpack_bytes,
     unpack_keys,
-    unpack_shares,
     unpack_vectors,
 )
 
@@ -211,7 +218,10 @@ class _Steps:
         self._ask(
             dict.fromkeys(keys, message),
             ShareSecrets(server.session.id),
-            lambda client, reply: server.add_shares(client, unpack_shares(reply)),
+            lambda client, reply: server.add_shares(
+                client,
+                split_messages(unpack_bytes(reply[SHARES]), measure_shares(server.roster, client)),
+            ),
         )
 
     def ask_updates(
@@ -237,11 +247,20 @@ class _Steps:
             survivors = torch.tensor(alive, dtype=torch.int64)
             self._ask(
                 {
-                    client: {SURVIVORS: survivors, **pack_shares(server.list_encrypted(client))}
+                    client: {
+                        SURVIVORS: survivors,
+                        SHARES: pack_bytes(join_messages(server.list_encrypted(client))),
+                    }
                     for client in alive
                 },
                 RevealSecrets(server.session.id),
-                lambda client, reply: server.add_secrets(client, unpack_shares(reply)),
+                lambda client, reply: server.add_secrets(
+                    client,
+                    split_messages(
+                        unpack_bytes(reply[SHARES]),
+                        measure_revealed(server.roster, client, server.sharers, alive),
+                    ),
+                ),
             )
         for client in alive:
             self._accounting.add_bytes(client, self._bytes[client])

@@ -16,7 +16,12 @@ from torch import Tensor
 from fedquilt.errors import UpdateError
 from fedquilt.federation.client import Client, ClientResult, Recipe, Task, Update
 from fedquilt.federation.rings import Holding, Rings, find_rings
-from fedquilt.federation.secure.client import SecureClient
+from fedquilt.federation.secure.client import (
+    SecureClient,
+    join_messages,
+    measure_received,
+    split_messages,
+)
 from fedquilt.federation.secure.encoding import encode_change, encode_report
 from fedquilt.federation.secure.integers import Integers
 from fedquilt.federation.secure.keys import KEY_BYTES
@@ -28,12 +33,8 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.context import ClientContext
 
-CLIENTS, KEYS, SHARES, SIZES, SURVIVORS = "clients", "keys", "shares", "sizes", "survivors"
-SHARES_CODE: Code = {  # as ``pack_shares`` makes it
-    CLIENTS: (torch.int64, None),
-    SIZES: (torch.int64, None),
-    SHARES: (torch.uint8, None),
-}
+CLIENTS, KEYS, SHARES, SURVIVORS = "clients", "keys", "shares", "survivors"
+SHARES_CODE: Code = {SHARES: (torch.uint8, None)}
 INTEGERS = {32: torch.int32, 64: torch.int64}  # which hold unsigned ones, as PyTorch prefers
 
 
@@ -77,7 +78,7 @@ class ShareSecrets:
         keys = zip(message[CLIENTS].tolist(), unpack_keys(message[KEYS]), strict=True)
         after, shares = client.share(dict(keys))
         context.secrets.write(after)
-        return _send(task, pack_shares(shares))
+        return _send(task, {SHARES: pack_bytes(join_messages(shares))})
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be: shares."""
@@ -161,9 +162,12 @@ class RevealSecrets:
         """Reveals shares, and forgets all secrets."""
         client = context.secrets.read(task.client, self.session)
         message = to_host(task.params)
-        after, revealed = client.reveal(message[SURVIVORS].tolist(), unpack_shares(message))
+        survivors = message[SURVIVORS].tolist()
+        sizes = measure_received(client.roster, client.number, client.sharers, survivors)
+        encrypted = split_messages(unpack_bytes(message[SHARES]), sizes)
+        after, revealed = client.reveal(survivors, encrypted)
         context.secrets.write(after)
-        return _send(task, pack_shares(revealed))
+        return _send(task, {SHARES: pack_bytes(join_messages(revealed))})
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be: shares."""
@@ -202,7 +206,7 @@ def _send(task: Task, tensors: Mapping[str, Tensor]) -> ClientResult:
 def pack_keys(keys: Sequence[PublicKeys]) -> Tensor:
     """Public keys as a tensor of bytes."""
     data = b"".join(pair.channel + pair.mask for pair in keys)
-    return _to_tensor(data).view(-1, 2 * KEY_BYTES)
+    return pack_bytes(data).view(-1, 2 * KEY_BYTES)
 
 
 def unpack_keys(tensor: Tensor) -> list[PublicKeys]:
@@ -211,22 +215,14 @@ def unpack_keys(tensor: Tensor) -> list[PublicKeys]:
     return [PublicKeys(row[:KEY_BYTES], row[KEY_BYTES:]) for row in rows]
 
 
-def pack_shares(shares: Mapping[int, bytes]) -> dict[str, Tensor]:
-    """Shares by client as tensors."""
-    return {
-        CLIENTS: torch.tensor(list(shares), dtype=torch.int64),
-        SIZES: torch.tensor([len(data) for data in shares.values()], dtype=torch.int64),
-        SHARES: _to_tensor(b"".join(shares.values())),
-    }
+def pack_bytes(data: bytes) -> Tensor:
+    """Bytes as a tensor."""
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
-def unpack_shares(tensors: Mapping[str, Tensor]) -> dict[int, bytes]:
-    """The shares that ``pack_shares`` was given."""
-    data, start, shares = tensors[SHARES].numpy().tobytes(), 0, {}
-    for client, size in zip(tensors[CLIENTS].tolist(), tensors[SIZES].tolist(), strict=True):
-        shares[client] = data[start : start + size]
-        start += size
-    return shares
+def unpack_bytes(tensor: Tensor) -> bytes:
+    """The bytes that ``pack_bytes`` was given."""
+    return tensor.numpy().tobytes()
 
 
 def pack_vectors(vectors: Mapping[int, Integers]) -> dict[str, Tensor]:
@@ -241,7 +237,3 @@ def unpack_vectors(tensors: Mapping[str, Tensor]) -> dict[int, Integers]:
     """The vectors that ``pack_vectors`` was given."""
     arrays = {int(ring): tensor.numpy() for ring, tensor in tensors.items()}
     return {ring: array.view(array.dtype.str.replace("i", "u")) for ring, array in arrays.items()}
-
-
-def _to_tensor(data: bytes) -> Tensor:
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())

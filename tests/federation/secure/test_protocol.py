@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedquilt.errors import ProtocolError
-from fedquilt.federation.secure.client import SecureClient, derive_common_mask, derive_mask
+from fedquilt.federation.secure.client import KEY, SecureClient, derive_common_mask, derive_mask
 from fedquilt.federation.secure.integers import get_dtype
 from fedquilt.federation.secure.masks import subtract_mask
 from fedquilt.federation.secure.server import SecureServer
 from fedquilt.federation.secure.session import PublicKeys, Roster
-from fedquilt.federation.secure.shamir import recover_secret
+from fedquilt.federation.secure.shamir import SHARE_BYTES, recover_secret
 
 from .protocol import NEVER, draw_vectors, make_session, run_session
 
@@ -71,17 +71,17 @@ def test_a_ring_that_may_be_opened_is_opened_if_enough_clients_reveal(drawn):
     log = run_session(session, draw_vectors(session), drops)
     senders, sharers = set(log.hidden), set(log.server.sharers)
     for ring, holders in enumerate(map(set, session.rings)):
-        needed = (holders & sharers) if holders & senders else set()
-        mates = {  # who has shares of a client: all that hold a ring together with it
+        mates = {  # who reveals a share of a client's seed: all that hold a ring together with it
             client: {
                 other
                 for both in map(set, session.rings)
                 if client in both
                 for other in both & set(log.revealed)
             }
-            for client in needed
+            for client in (holders & sharers) - senders
         }
-        enough = all(len(mates[client]) >= session.threshold for client in needed)
+        enough = all(len(others) >= session.threshold for others in mates.values())
+        enough &= len(holders & set(log.revealed)) >= session.threshold  # for own masks
         expected = len(holders & senders) >= session.threshold and enough
         assert (ring in log.opened.sums) == expected
 
@@ -111,13 +111,16 @@ def test_own_masks_of_closed_rings_are_not_revealed():
     """All that everybody reveals does not remove the mask of a ring with too few senders."""
     session = make_session(NESTED, threshold=3, sizes=[40, 40, 4000])
     log = run_session(session, draw_vectors(session))
-    places = {1: 0, 2: 1}  # of shares of own masks: the rings of client 0 that are opened
-    for revealed in log.revealed.values():
-        assert len(revealed[0]) == 33 * len(places)
-    known = [
-        recover_secret({c + 1: r[0][33 * i : 33 * i + 33] for c, r in log.revealed.items()}, 3)
-        for i in range(2)
-    ]
+    shares = {  # of own masks of client 0, from those who hold the ring as well
+        ring: {
+            holder + 1: log.revealed[holder][0][SHARE_BYTES * ring :][:SHARE_BYTES]
+            for holder in session.rings[ring]
+        }
+        for ring in (0, 1)
+    }
+    assert len(log.revealed[1][0]) == 2 * SHARE_BYTES  # of the third ring nobody has shares
+    assert len(log.revealed[5][0]) == SHARE_BYTES
+    known = [recover_secret(shares[ring], 3) for ring in (0, 1)]
     assert known == [log.clients[0].derive_own_mask(ring) for ring in (0, 1)]
     for own in known:  # neither opens the third ring
         guess = log.hidden[0][2].copy()
@@ -159,19 +162,19 @@ def test_the_server_and_one_client_less_than_the_threshold_cannot_open(neighbors
     near = sorted(roster.list_neighbors(target, 0))
     bad = near[: session.threshold - 1]
     shares = {colluder + 1: read_share(log, colluder, target) for colluder in bad}
-    for place in (0, 1):  # of the key, and of the own mask
+    for name in (KEY, 0):  # of the seed of its key, and of the own mask
         with pytest.raises(ValueError, match="4 shares give a secret, there are 3"):
-            recover_secret({x: own[place] for x, own in shares.items()}, session.threshold)
+            recover_secret({x: own[name] for x, own in shares.items()}, session.threshold)
     left = log.hidden[target][0].copy()
     for colluder in bad:  # masks that they share with the target
-        key = derive_common_mask(roster, colluder, log.clients[colluder].mask_key, target, 0)
+        key = derive_common_mask(roster, colluder, log.clients[colluder].mask_seed, target, 0)
         mask = np.zeros_like(left)
         subtract_mask(mask, key)
         left = left + mask if colluder > target else left - mask
     assert is_uniform(left)
     honest = [client for client in near if client not in bad]
     for client in honest:  # with the others' masks only its own one is left, which hides as well
-        key = derive_common_mask(roster, client, log.clients[client].mask_key, target, 0)
+        key = derive_common_mask(roster, client, log.clients[client].mask_seed, target, 0)
         mask = np.zeros_like(left)
         subtract_mask(mask, key)
         left = left + mask if client > target else left - mask
@@ -238,7 +241,7 @@ def test_every_step_is_done_once(log):
     with pytest.raises(ProtocolError, match="asked to reveal, and its next step is done"):
         after.reveal([0, 1, 2], log.server.list_encrypted(0))
     stored = after.to_json()
-    for secret in (client.channel_key, client.mask_key, client.own_secret, client.own_shares):
+    for secret in (client.channel_key, client.mask_seed, client.own_secret, client.own_shares):
         assert secret.hex() in client.to_json()
         assert secret.hex() not in stored
 
@@ -248,8 +251,8 @@ def test_a_client_never_reveals_both_secrets_of_another(log):
     _, when_alive = log.clients[0].reveal(survivors, encrypted)
     _, when_lost = log.clients[0].reveal([0, 1, 2], encrypted)
     own = read_share(log, 0, 3)
-    assert when_alive[3] == own[1]
-    assert when_lost[3] == own[0]
+    assert when_alive[3] == own[0]
+    assert when_lost[3] == own[KEY]
 
 
 def test_changed_or_replayed_shares_are_refused(log):
@@ -344,7 +347,7 @@ def test_a_wrong_share_of_a_key_is_noticed():
     for number in range(3):
         _, revealed = log.clients[number].reveal([0, 1, 2], log.server.list_encrypted(number))
         if number == 0:
-            revealed[3] = bytes(32) + b"\x07"
+            revealed[3] = bytes(SHARE_BYTES - 1) + b"\x07"
         server = log.server
         server._step = 3
         server.add_secrets(number, revealed)

@@ -17,15 +17,18 @@ Own masks differ from ring to ring, so a ring that is not opened stays hidden.
 Bonawitz et al. "Practical Secure Aggregation for Privacy-Preserving Machine Learning." CCS 2017,
 Fig. 4, for honest but curious servers. Departures: an own mask for every ring, and encrypted shares
 reach their clients with the last request instead of the one before. Symbols there -> names here:
-c^SK, s^SK -> the private keys ``channel_key``, ``mask_key``; b_u -> ``own_secret``, from which the
-own masks are derived; U_1 -> the roster; U_2 -> ``sharers``; U_3 -> ``survivors``.
+c^SK -> ``channel_key``; s^SK -> derived from ``mask_seed``; b_u -> own masks, derived from
+``own_secret``; U_1 -> the roster; U_2 -> ``sharers``; U_3 -> ``survivors``.
+
+Shares of an own mask go to neighbors in its ring, shares of the seed to all neighbors. Messages are
+bytes without a header: both sides know from the roster what they hold.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -33,6 +36,7 @@ from typing import Any
 from fedquilt.errors import ProtocolError
 from fedquilt.federation.secure.integers import Integers, get_dtype
 from fedquilt.federation.secure.keys import (
+    TAG_BYTES,
     agree,
     decrypt,
     derive_key,
@@ -44,6 +48,7 @@ from fedquilt.federation.secure.masks import add_mask, subtract_mask
 from fedquilt.federation.secure.session import PublicKeys, Roster, Session
 from fedquilt.federation.secure.shamir import SECRET_BYTES, SHARE_BYTES, split_secret
 
+KEY = -1  # stands for the seed of a key where rings are numbers
 STEPS = ("share", "mask", "reveal", "done")  # what a client does next
 
 
@@ -58,7 +63,7 @@ class SecureClient:
         number: The client's number.
         session: What the round is about.
         channel_key: The private key for encrypted shares.
-        mask_key: The private key for masks that it shares with others.
+        mask_seed: From which the private key for masks that it shares with others is derived.
         own_secret: From which its own masks are derived.
         next_step: What comes next.
         keys: The public keys of all clients, once they are known.
@@ -69,7 +74,7 @@ class SecureClient:
     number: int
     session: Session
     channel_key: bytes = field(default_factory=make_private_key, repr=False)
-    mask_key: bytes = field(default_factory=make_private_key, repr=False)
+    mask_seed: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     own_secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     next_step: str = "share"
     keys: Mapping[int, PublicKeys] = field(default_factory=dict, repr=False)
@@ -83,7 +88,8 @@ class SecureClient:
     @cached_property
     def public_keys(self) -> PublicKeys:
         """What the server is told in the first step."""
-        return PublicKeys(get_public_key(self.channel_key), get_public_key(self.mask_key))
+        mask_key = derive_mask_key(self.session, self.number, self.mask_seed)
+        return PublicKeys(get_public_key(self.channel_key), get_public_key(mask_key))
 
     @cached_property
     def roster(self) -> Roster:
@@ -112,12 +118,23 @@ class SecureClient:
                 f"{threshold} clients have to take part, and client {self.number} has "
                 f"{len(holders) - 1} neighbors"
             )
-        rings = self.session.list_rings(self.number)
-        own = [self.mask_key, *(after.derive_own_mask(ring) for ring in rings)]
-        split = [split_secret(s, threshold, [h + 1 for h in holders]) for s in own]
-        shares = {holder: b"".join(part[holder + 1] for part in split) for holder in holders}
+        shares = after._split_secrets(holders)
         after = replace(after, own_shares=shares.pop(self.number))
         return after, {holder: after._encrypt(holder, text) for holder, text in shares.items()}
+
+    def _split_secrets(self, holders: Sequence[int]) -> dict[int, bytes]:
+        """What each holder gets: a share of the seed, and of own masks of rings that both hold."""
+        threshold = self.session.threshold
+        pieces = {(KEY, h): s for h, s in _split(self.mask_seed, threshold, holders).items()}
+        by_ring: dict[int, list[int]] = {}
+        for holder in holders:
+            for ring in self.roster.list_shared_rings(self.number, holder):
+                by_ring.setdefault(ring, []).append(holder)
+        for ring, some in by_ring.items():
+            split = _split(self.derive_own_mask(ring), threshold, some)
+            pieces |= {(ring, holder): share for holder, share in split.items()}
+        names = {holder: list_shared(self.roster, self.number, holder) for holder in holders}
+        return {h: b"".join(pieces[name, h] for name in names[h]) for h in holders}
 
     def mask(
         self, sharers: Collection[int], vectors: Mapping[int, Integers]
@@ -165,25 +182,27 @@ class SecureClient:
         if not alive <= set(self.sharers) or self.number not in alive:
             raise ProtocolError(f"those who sent vectors are {sorted(alive)}, which cannot be")
         after = replace(
-            self, channel_key=b"", mask_key=b"", own_secret=b"", own_shares=b"", next_step="done"
+            self, channel_key=b"", mask_seed=b"", own_secret=b"", own_shares=b"", next_step="done"
         )
         wanted = list_revealed(self.roster, self.number, self.sharers, alive)
         if missing := sorted(set(wanted) - set(encrypted) - {self.number}):
             raise ProtocolError(f"the shares of client {missing[0]} were not passed on")
-        return after, {
-            other: b"".join(self._read_shares(other, encrypted)[place] for place in places)
-            for other, places in wanted.items()
-        }
+        revealed = {}
+        for other, names in wanted.items():
+            shares = self._read_shares(other, encrypted)
+            revealed[other] = b"".join(shares[name] for name in names)
+        return after, revealed
 
     def derive_own_mask(self, ring: int) -> bytes:
         """The key of its own mask for a ring, which says nothing about those of other rings."""
-        return derive_key(self.own_secret, self.roster.digest, "own", self.number, ring)
+        key = derive_key(self.own_secret, self.roster.digest, "own", self.number, ring)
+        return key[:SECRET_BYTES]
 
     def to_json(self) -> str:
         """The client as text, with its secrets."""
         plain = asdict(self)
         plain["keys"] = [[c, k.channel.hex(), k.mask.hex()] for c, k in self.keys.items()]
-        for name in ("channel_key", "mask_key", "own_secret", "own_shares"):
+        for name in ("channel_key", "mask_seed", "own_secret", "own_shares"):
             plain[name] = plain[name].hex()
         return json.dumps(plain)
 
@@ -198,7 +217,7 @@ class SecureClient:
             client: PublicKeys(bytes.fromhex(channel), bytes.fromhex(mask))
             for client, channel, mask in plain.pop("keys")
         }
-        for name in ("channel_key", "mask_key", "own_secret", "own_shares"):
+        for name in ("channel_key", "mask_seed", "own_secret", "own_shares"):
             plain[name] = bytes.fromhex(plain[name])
         plain["sharers"] = tuple(plain["sharers"])
         return SecureClient(session=Session(**session), keys=keys, **plain)
@@ -219,7 +238,7 @@ class SecureClient:
             )
         add_mask(hidden, derive_mask(self.derive_own_mask(ring), digest))
         for other in self.roster.list_neighbors(self.number, ring) & set(sharers):
-            key = derive_common_mask(self.roster, self.number, self.mask_key, other, ring)
+            key = derive_common_mask(self.roster, self.number, self.mask_seed, other, ring)
             (add_mask if other > self.number else subtract_mask)(hidden, key)
         return hidden
 
@@ -228,14 +247,24 @@ class SecureClient:
         key = derive_key(secret, self.roster.digest, "shares", self.number, recipient)
         return encrypt(key, message, self.roster.digest)
 
-    def _read_shares(self, sender: int, encrypted: Mapping[int, bytes]) -> list[bytes]:
-        """The shares of another client's secrets: of its key, and of each of its own masks."""
+    def _read_shares(self, sender: int, encrypted: Mapping[int, bytes]) -> dict[int, bytes]:
+        """The shares of another client's secrets that it has, by what they are of."""
         message = self.own_shares
         if sender != self.number:
             secret = agree(self.channel_key, self.keys[sender].channel)
             key = derive_key(secret, self.roster.digest, "shares", sender, self.number)
             message = decrypt(key, encrypted[sender], self.roster.digest)
-        return split_shares(message, 1 + len(self.session.list_rings(sender)))
+        return split_shares(message, list_shared(self.roster, sender, self.number))
+
+
+def _split(secret: bytes, threshold: int, holders: Sequence[int]) -> dict[int, bytes]:
+    shares = split_secret(secret, threshold, [holder + 1 for holder in holders])
+    return {point - 1: share for point, share in shares.items()}
+
+
+def derive_mask_key(session: Session, client: int, seed: bytes) -> bytes:
+    """The private key for masks that a client shares with others."""
+    return derive_key(seed, bytes.fromhex(session.id), "mask key", client)
 
 
 def derive_mask(own: bytes, digest: bytes) -> bytes:
@@ -244,12 +273,18 @@ def derive_mask(own: bytes, digest: bytes) -> bytes:
 
 
 def derive_common_mask(
-    roster: Roster, client: int, mask_key: bytes, other: int, ring: int
+    roster: Roster, client: int, mask_seed: bytes, other: int, ring: int
 ) -> bytes:
-    """The key of the mask that two clients share in a ring, from the private key of one."""
+    """The key of the mask that two clients share in a ring, from the seed of one of them."""
     low, high = sorted((client, other))
+    mask_key = derive_mask_key(roster.session, client, mask_seed)
     secret = agree(mask_key, roster.keys[other].mask)
     return derive_key(secret, roster.digest, "common mask", low, high, ring)
+
+
+def list_shared(roster: Roster, client: int, holder: int) -> list[int]:
+    """What a holder gets shares of: a client's seed (``KEY``), and own masks by ring."""
+    return [KEY, *roster.list_shared_rings(client, holder)]
 
 
 def list_revealed(
@@ -257,22 +292,76 @@ def list_revealed(
 ) -> dict[int, list[int]]:
     """Which of the shares that a client has are revealed, by the client whose secrets they are.
 
-    The share at place 0 is of the key, those at 1, 2, ... of its own masks for its rings. It is
-    either the first of them or some of the others, and nothing where no ring is opened.
+    These are of its seed (``KEY``), or of its own masks of rings that are opened: never of both,
+    and of none where no ring is opened.
     """
     is_open = set(roster.list_open(survivors))
     wanted: dict[int, list[int]] = {}
     for other in roster.list_share_holders(client):
-        rings = roster.session.list_rings(other)
-        if other not in sharers or is_open.isdisjoint(rings):
+        if other not in sharers or is_open.isdisjoint(roster.session.list_rings(other)):
             continue
-        own = [place for place, ring in enumerate(rings, 1) if ring in is_open]
-        wanted[other] = own if other in survivors else [0]
+        shared = [ring for ring in roster.list_shared_rings(other, client) if ring in is_open]
+        names = shared if other in survivors else [KEY]
+        if names:
+            wanted[other] = names
     return wanted
 
 
-def split_shares(message: bytes, count: int) -> list[bytes]:
-    """The shares that a message holds, one behind the other."""
-    if len(message) != count * SHARE_BYTES:
-        raise ProtocolError(f"a message holds {count} shares, got {len(message)} bytes")
-    return [message[i * SHARE_BYTES : (i + 1) * SHARE_BYTES] for i in range(count)]
+def split_shares(message: bytes, names: Sequence[int]) -> dict[int, bytes]:
+    """The shares that a message holds, one behind the other, by what they are of."""
+    if len(message) != len(names) * SHARE_BYTES:
+        raise ProtocolError(f"a message holds {len(names)} shares, got {len(message)} bytes")
+    return {
+        name: message[place * SHARE_BYTES : (place + 1) * SHARE_BYTES]
+        for place, name in enumerate(names)
+    }
+
+
+def join_messages(messages: Mapping[int, bytes]) -> bytes:
+    """Messages by client as one, in the order of the clients."""
+    return b"".join(messages[client] for client in sorted(messages))
+
+
+def split_messages(data: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
+    """The messages that ``join_messages`` was given, of known sizes.
+
+    Raises:
+        ProtocolError: They have other sizes.
+    """
+    if len(data) != sum(sizes.values()):
+        raise ProtocolError(f"a message has {sum(sizes.values())} bytes, got {len(data)}")
+    messages, start = {}, 0
+    for client in sorted(sizes):
+        messages[client] = data[start : start + sizes[client]]
+        start += sizes[client]
+    return messages
+
+
+def measure_shares(roster: Roster, client: int) -> dict[int, int]:
+    """The sizes of the encrypted shares that a client sends, by recipient."""
+    return {
+        holder: measure_share(roster, client, holder)
+        for holder in roster.list_share_holders(client)
+        if holder != client
+    }
+
+
+def measure_received(
+    roster: Roster, client: int, sharers: Collection[int], survivors: Collection[int]
+) -> dict[int, int]:
+    """The sizes of the encrypted shares that a client gets with the last request, by sender."""
+    wanted = list_revealed(roster, client, sharers, survivors)
+    return {other: measure_share(roster, other, client) for other in wanted if other != client}
+
+
+def measure_revealed(
+    roster: Roster, client: int, sharers: Collection[int], survivors: Collection[int]
+) -> dict[int, int]:
+    """The sizes of what a client reveals, by the client it is about."""
+    wanted = list_revealed(roster, client, sharers, survivors)
+    return {other: len(names) * SHARE_BYTES for other, names in wanted.items()}
+
+
+def measure_share(roster: Roster, client: int, holder: int) -> int:
+    """The size of the encrypted shares from one client to another."""
+    return len(list_shared(roster, client, holder)) * SHARE_BYTES + TAG_BYTES

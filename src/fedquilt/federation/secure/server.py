@@ -16,16 +16,19 @@ import numpy as np
 
 from fedquilt.errors import ProtocolError
 from fedquilt.federation.secure.client import (
+    KEY,
     derive_common_mask,
     derive_mask,
+    derive_mask_key,
     list_revealed,
+    measure_shares,
     split_shares,
 )
 from fedquilt.federation.secure.integers import Integers, get_dtype
-from fedquilt.federation.secure.keys import KEY_BYTES, TAG_BYTES, get_public_key
+from fedquilt.federation.secure.keys import KEY_BYTES, get_public_key
 from fedquilt.federation.secure.masks import add_mask, subtract_mask
 from fedquilt.federation.secure.session import PublicKeys, Roster, Session
-from fedquilt.federation.secure.shamir import SHARE_BYTES, recover_secret
+from fedquilt.federation.secure.shamir import recover_secret
 
 STEPS = ("keys", "shares", "vectors", "secrets")
 
@@ -64,7 +67,7 @@ class SecureServer:
         self._encrypted: dict[int, Mapping[int, bytes]] = {}  # by sender, by recipient
         self._totals: dict[int, Integers] = {}  # by ring
         self._sent: set[int] = set()
-        self._revealed: dict[int, dict[tuple[int, int], bytes]] = {}  # (whose, which), by sender
+        self._revealed: dict[int, dict[tuple[int, int], bytes]] = {}  # (whose, of what), by sender
 
     def add_keys(self, client: int, keys: PublicKeys) -> None:
         """Takes the public keys of a client."""
@@ -82,9 +85,8 @@ class SecureServer:
     def add_shares(self, client: int, encrypted: Mapping[int, bytes]) -> None:
         """Takes the encrypted shares of a client's secrets, by recipient."""
         self._expect(1, client, self.roster.keys, self._encrypted)
-        wanted = set(self.roster.list_share_holders(client)) - {client}
-        size = (1 + len(self.session.list_rings(client))) * SHARE_BYTES + TAG_BYTES
-        if set(encrypted) != wanted or any(len(data) != size for data in encrypted.values()):
+        sizes = {recipient: len(data) for recipient, data in encrypted.items()}
+        if sizes != measure_shares(self.roster, client):
             raise ProtocolError(f"client {client} did not send a share to each of its neighbors")
         self._encrypted[client] = dict(encrypted)
 
@@ -135,9 +137,9 @@ class SecureServer:
         if set(revealed) != set(wanted):
             raise ProtocolError(f"client {client} did not reveal what it was asked for")
         self._revealed[client] = {
-            (other, place): share
-            for other, places in wanted.items()
-            for place, share in zip(places, split_shares(revealed[other], len(places)), strict=True)
+            (other, name): share
+            for other, names in wanted.items()
+            for name, share in split_shares(revealed[other], names).items()
         }
 
     def open_sums(self) -> OpenedSums:
@@ -178,29 +180,29 @@ class SecureServer:
         """The keys of the masks in a total, and whether each was added or subtracted."""
         alive = set(self.session.rings[ring]) & set(self.survivors)
         for client in sorted(alive):
-            place = 1 + self.session.list_rings(client).index(ring)
-            yield derive_mask(self._recover(client, place), self.roster.digest), True
+            yield derive_mask(self._recover(client, ring), self.roster.digest), True
         for lost in sorted(
             (set(self.sharers) - set(self.survivors)) & set(self.session.rings[ring])
         ):
             near = self.roster.list_neighbors(lost, ring) & alive
-            mask_key = self._recover_key(lost) if near else b""
+            seed = self._recover_seed(lost) if near else b""
             for client in sorted(near):
-                key = derive_common_mask(self.roster, lost, mask_key, client, ring)
+                key = derive_common_mask(self.roster, lost, seed, client, ring)
                 yield key, lost > client  # as the client has done
 
-    def _recover_key(self, client: int) -> bytes:
-        key = self._recover(client, 0)
-        if get_public_key(key) != self.roster.keys[client].mask:
+    def _recover_seed(self, client: int) -> bytes:
+        seed = self._recover(client, KEY)
+        mask_key = derive_mask_key(self.session, client, seed)
+        if get_public_key(mask_key) != self.roster.keys[client].mask:
             raise ProtocolError(f"the shares of client {client} do not give its key")
-        return key
+        return seed
 
-    def _recover(self, client: int, place: int) -> bytes:
+    def _recover(self, client: int, name: int) -> bytes:
         """A secret of a client, from the shares that others have revealed."""
         shares = {
-            holder + 1: self._revealed[holder][client, place]
+            holder + 1: self._revealed[holder][client, name]
             for holder in self.roster.list_share_holders(client)
-            if (client, place) in self._revealed.get(holder, {})
+            if (client, name) in self._revealed.get(holder, {})
         }
         try:
             return recover_secret(shares, self.session.threshold)

@@ -126,6 +126,20 @@ class Roster:
         near = (circle.list_neighbors(client) for circle in self._circles)
         return tuple(sorted({client}.union(*near)))
 
+    def list_shared_rings(self, client: int, holder: int) -> tuple[int, ...]:
+        """The rings for which a holder gets a share of a client's own mask.
+
+        These are the rings that both hold, as neighbors. In a ring with fewer neighbors than shares
+        that are needed nobody gets one: it can never be opened.
+        """
+        rings = []
+        for ring in self.session.list_rings(client):
+            near = self.list_neighbors(client, ring)
+            is_enough = len(near) + 1 >= self.session.threshold
+            if is_enough and (holder in near or holder == client):
+                rings.append(ring)
+        return tuple(rings)
+
     def can_open(self, ring: int, survivors: Collection[int]) -> bool:
         """Whether the sum of a ring may be opened.
 
@@ -171,6 +185,11 @@ class _Circle:
         return 2 * self.reach + 1 >= len(self.order)
 
     def list_neighbors(self, client: int) -> frozenset[int]:
+        if client not in self._known:
+            self._known[client] = self._find_neighbors(client)
+        return self._known[client]
+
+    def _find_neighbors(self, client: int) -> frozenset[int]:
         if client not in self._places:
             return frozenset()
         if self.is_complete:
@@ -178,6 +197,10 @@ class _Circle:
         place, count = self._places[client], len(self.order)
         steps = (step for step in range(-self.reach, self.reach + 1) if step)
         return frozenset(self.order[(place + step) % count] for step in steps)
+
+    @cached_property
+    def _known(self) -> dict[int, frozenset[int]]:
+        return {}
 
     def count_fewest(self, there: NDArray[np.bool_]) -> int:
         """The fewest clients that are there in a stretch of ``reach`` places."""

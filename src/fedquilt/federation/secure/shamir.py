@@ -1,6 +1,6 @@
 """Shamir's secret sharing: any ``threshold`` shares give the secret, fewer say nothing about it.
 
-A secret s of 32 bytes is a number of the field of integers modulo p = 2^256 + 297, the smallest
+A secret s of 16 bytes is a number of the field of integers modulo p = 2^128 + 51, the smallest
 prime above all such numbers. Shares are values of a random polynomial f of degree threshold - 1
 with f(0) = s; the secret is found by interpolation at 0.
 
@@ -13,21 +13,21 @@ import secrets
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-PRIME = 2**256 + 297
-SECRET_BYTES = 32
-SHARE_BYTES = 33
+PRIME = 2**128 + 51
+SECRET_BYTES = 16
+SHARE_BYTES = 17
 
 
 def split_secret(secret: bytes, threshold: int, points: Sequence[int]) -> dict[int, bytes]:
     """Splits a secret into one share for each point.
 
     Args:
-        secret: 32 bytes.
+        secret: 16 bytes.
         threshold: The number of shares that give the secret.
         points: Where the polynomial is evaluated: different numbers from 1 to PRIME - 1.
 
-    >>> shares = split_secret(bytes(range(32)), 2, [1, 2, 3])
-    >>> recover_secret({3: shares[3], 1: shares[1]}, 2) == bytes(range(32))
+    >>> shares = split_secret(bytes(range(16)), 2, [1, 2, 3])
+    >>> recover_secret({3: shares[3], 1: shares[1]}, 2) == bytes(range(16))
     True
     """
     if len(secret) != SECRET_BYTES:
@@ -67,7 +67,7 @@ def recover_secret(shares: Mapping[int, bytes], threshold: int) -> bytes:
 def _read(share: bytes) -> int:
     number = int.from_bytes(share, "big")
     if len(share) != SHARE_BYTES or number >= PRIME:
-        raise ValueError("a share is a number below the prime, in 33 bytes")
+        raise ValueError("a share is a number below the prime, in 17 bytes")
     return number
 
 
