@@ -26,6 +26,7 @@ from fedquilt.settings.resolve import load_source, resolve_config
 from fedquilt.structure.cut import build_module
 from fedquilt.training.context import ClientContext
 from fedquilt.training.device_data import ResidentData
+from fedquilt.training.poisoning import Poisoned
 from fedquilt.training.private import PrivateReply
 
 SIM, OTHER = torch.device("sim", 0), torch.device("sim", 1)
@@ -225,19 +226,45 @@ def test_processes_of_the_cpu_work_in_a_process_with_an_accelerator():
     assert bits(federation.run(workers=1, devices=(CPU,))) == expected
 
 
-@pytest.mark.parametrize("name", ["optimizer", "privacy"])
+AROUND = {
+    "optimizer": fq.LocalSGD(
+        fq.LocalTraining(optimizer="adamw", lr=0.01, epochs=1, keep_optimizer=True), lr=0.01
+    ),
+    "privacy": PrivateReply(fq.LocalSGD(SETTINGS, lr=0.05), clip=0.1, noise=0.01, secret="ab"),
+    "flipped labels": Poisoned(fq.LocalSGD(SETTINGS, lr=0.05), fq.LabelFlip()),
+    "backdoor": Poisoned(fq.LocalSGD(SETTINGS, lr=0.05), fq.Backdoor(target=1)),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
 def test_what_is_put_around_or_into_training_works_on_a_device(name):
     federation, found = Federation(), []
-    adam = fq.LocalTraining(optimizer="adamw", lr=0.01, epochs=1, keep_optimizer=True)
-    recipe: fq.Recipe = fq.LocalSGD(adam, lr=0.01)
-    if name == "privacy":
-        recipe = PrivateReply(fq.LocalSGD(SETTINGS, lr=0.05), clip=0.1, noise=0.01, secret="ab")
-    tasks = [replace(task, recipe=recipe) for task in federation.tasks()]
+    tasks = [replace(task, recipe=AROUND[name]) for task in federation.tasks()]
     for device in (CPU, SIM):
         with federation.engine(devices=(device,)) as engine:
             found += [bits(list(engine.run(tasks))) for _ in range(2)]  # the second goes on
-    assert found[0] != found[1] or name == "privacy"
+    assert (found[0] != found[1]) == (name == "optimizer")
     assert found[:2] == found[2:]
+
+
+@pytest.mark.parametrize("device", ["sim:1", "cpu"])
+def test_other_tasks_are_learned_and_measured_on_a_device(device):
+    torch.ops.sim.set_double(False)  # which sums of metrics need
+    x = torch.linspace(-1, 1, 96).view(24, 4)
+    data = (x, x.sum(1, keepdim=True).square())
+    clients = fq.make_clients(data, test=data, count=2)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    method = fq.HeteroFL(fq.LocalTraining(lr=0.05, epochs=1, batch_size=6))
+    run = fq.train(
+        net, x[:1], method, clients, 2, loss="mse", metrics=["mae", "r2"], workers=0, device=device
+    )
+    torch.ops.sim.set_double(True)
+    EXPECTED.append(dict(run.scores[0].metrics))
+    assert EXPECTED[0] == pytest.approx(EXPECTED[-1], rel=1e-5)
+
+
+EXPECTED: list[dict[str, float]] = []  # of the first device
 
 
 # Too little memory.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.learning.losses import CROSS_ENTROPY, Loss, make_loss
 from fedquilt.learning.metrics import (
@@ -18,6 +20,7 @@ from fedquilt.learning.metrics import (
     list_numbers,
     make_metrics,
 )
+from fedquilt.structure.tensors import map_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +68,8 @@ class LearningTask:
             targets: What it should answer.
         """
         numbers: dict[str, float] = {}
+        if self.metrics != (METRICS["accuracy"],):  # others need float64, or keep what they count
+            output, targets = map_tensors(Tensor.cpu, (output, targets))
         for one in self.metrics:
             try:
                 numbers |= flatten_sums(one, one.measure(output, targets))

@@ -81,7 +81,7 @@ class ClientContext:
         self._host_model, self.structure, self.device = model, structure, device
         self.task = task
         self._data = data
-        self._change_data: Callable[[ClientData, str], ClientData] = lambda data, split: data
+        self._change_data: Callable[[ClientData, str], ClientData] = _keep_data
         self._shared = _Shared()
         self._joined: dict[str, ClientData] = {}  # everyone's, by split
         self._built: OrderedDict[tuple[Subnet, int, bool], nn.Module] = OrderedDict()
@@ -352,6 +352,10 @@ class _Shared:
     given: Params | None = None  # global tensors on the host, and the same on the device
     moved: Params = field(default_factory=dict)
     resident: ResidentData | None = None
+
+
+def _keep_data(data: ClientData, split: str) -> ClientData:
+    return data
 
 
 def _move_params(params: Params, device: torch.device) -> Params:

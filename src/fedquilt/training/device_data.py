@@ -19,7 +19,9 @@ RESIDENT_FRACTION = 0.25  # of the memory that is free at the start; the rest is
 
 
 def get_device(data: ClientData) -> torch.device:
-    """The device of a client's batches."""
+    """The device of a client's batches; what changes data leaves them where they are."""
+    while not isinstance(data, DeviceExamples) and hasattr(data, "data"):
+        data = data.data
     return data.device if isinstance(data, DeviceExamples) else CPU
 
 

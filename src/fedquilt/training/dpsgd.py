@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
+from fedquilt.devices import seed_generators
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.federation.client import Client, ClientResult, Task, Update
 from fedquilt.federation.privacy.noise import digest_tensors, draw_noise, draw_uniform
@@ -66,7 +67,7 @@ class DPSGD:
                 "privacy.min_examples promises"
             )
         modules = [m.train() for m in context.modules(task.subnets, task.params)]
-        torch.default_generator.manual_seed(task.seed)
+        seed_generators(task.seed, context.device)
         with ExitStack() as stack:
             for module in modules if self.sgd.scale else ():
                 stack.enter_context(scale_outputs(module, context.structure))
@@ -109,7 +110,7 @@ class DPSGD:
                 std = self.noise_multiplier * self.clip
                 noise = draw_noise(secret, task.client, self.round, shapes, std)
                 pairs = zip(sums, noise.values(), strict=True)
-                optimizer.apply_gradients([(s + n.to(s.dtype)) / size for s, n in pairs])
+                optimizer.apply_gradients([(s + n.to(s)) / size for s, n in pairs])
                 context.report_progress((step + 1) / count)
 
     def _sum_clipped(
@@ -150,7 +151,7 @@ def _take_gradients(weight: Any, count: int) -> Tensor:
     gradients = getattr(weight, "grad_sample", None)
     weight.grad, weight.grad_sample = None, None
     if gradients is None:
-        return torch.zeros((count, *weight.shape))
+        return torch.zeros((count, *weight.shape), device=weight.device)
     if isinstance(gradients, list):  # of a layer that was used several times
         gradients = torch.stack(gradients).sum(0)
     found: Tensor = gradients.detach()

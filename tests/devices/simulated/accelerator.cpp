@@ -445,6 +445,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("_copy_from", &copy_from);
+  for (const char* loss : {"mse_loss", "smooth_l1_loss"})  // whose variants with an output warn
+    m.impl(loss, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_convolution>());
 }

@@ -122,7 +122,7 @@ def digest_tensors(tensors: Iterable[Tensor]) -> str:
     """
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.contiguous().numpy().tobytes())
+        digest.update(tensor.contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
