@@ -61,6 +61,17 @@ def test_a_run_on_flower_has_the_bits_of_a_local_one(place, method):
     assert records(local) == records(flower)
 
 
+def test_transformed_images_give_the_bits_of_a_local_run_and_are_part_of_the_model(place):
+    chain = '["Resize((7, 6))", "RandomCrop(5)", "Rotation(20)", "ColorJitter(0.3, 0.3)"]'
+    changes = {**FEDAVG, "data__transforms": chain, "rounds": 2}
+    local, flower = place.local(**changes), place.flower(**changes)
+    assert same(local, flower)
+    assert local.scores == flower.scores
+    known = [(run.info.transforms, run.info.normalization) for run in (local, flower)]
+    assert known[0] == known[1]
+    assert known[0][0][-1] == "CenterCrop(size=5)"
+
+
 def test_a_new_process_can_handle_every_message(place):
     """A deployed client starts anew each time: what it keeps is on its disk."""
 

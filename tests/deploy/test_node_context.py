@@ -52,6 +52,17 @@ def test_settings_survive_flowers_run_config():
     assert again.data.budgets == ({"params": 100.0}, 0.5)
 
 
+def test_own_data_of_a_node_go_through_the_transforms_of_the_run():
+    config = parse_run_config({**SMALL, "data.transforms": '["Resize(5)", "ToRGB"]'})
+    data = torch.rand(6, 1, 8, 8), torch.arange(6)
+    for loaded in (data, (data, data)):
+        node = make_node_context(config, {"partition-id": 0}, lambda _, loaded=loaded: loaded)
+        assert node.example.shape == (1, 3, 5, 5)
+        for split in node.data.values():
+            for examples in split.values():
+                assert examples.batch(torch.arange(2))[0].shape == (2, 3, 5, 5)
+
+
 def test_an_app_folder_holds_the_settings(tmp_path):
     config = parse_run_config(SMALL)
     folder = write_app(tmp_path / "app", config)

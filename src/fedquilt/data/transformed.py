@@ -130,8 +130,8 @@ def list_evaluation_transforms(data: ClientData) -> Chain:
 
 def find_common_transforms(parts: Iterable[ClientData]) -> Chain:
     """Finds what inputs of all of these examples went through; empty if they differ."""
-    chains = set(map(list_evaluation_transforms, parts))
-    return chains.pop() if len(chains) == 1 else ()
+    chains = list(map(list_evaluation_transforms, parts))
+    return chains[0] if chains and all(chain == chains[0] for chain in chains) else ()
 
 
 def _may_mix_sizes(data: ClientData) -> bool:
