@@ -235,3 +235,14 @@ def test_a_run_that_goes_wrong_says_so_while_it_runs(settings, kind, latest):
     last = max(i for i, event in enumerate(events) if isinstance(event, RoundDone))
     assert events.index(found) < last
     assert any(line.startswith(f"round {found.round}/9 · warning: the training") for line in lines)
+
+
+def test_weights_that_secure_sums_never_open_are_said():
+    def secure(*closed):
+        return {"threshold": 3, "opened": 10, "closed": list(closed), "clipped": 0}
+
+    few = [2718, "2 clients sent it, and 3 are needed"]
+    assert ("closed", True) in kinds(rounds(FALLING, secure=secure(few)))
+    assert ("closed", True) not in kinds(rounds(FALLING, secure=secure()))
+    once = [*rounds(FALLING, secure=secure(few))[:-1], *rounds(FALLING[-1:], secure=secure())]
+    assert ("closed", True) not in kinds(once)

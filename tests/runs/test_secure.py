@@ -393,3 +393,63 @@ def test_diverged_training_drops_out_on_the_client():
 
 def test_the_loop_is_the_plain_one_without_secure_aggregation():
     assert TrainingLoop.__dataclass_fields__["secure"].default is None
+
+
+@pytest.fixture(scope="module")
+def private_change() -> Any:
+    """How a round of no training moves a model under noise that seven clients share, per cell."""
+    still = fq.LocalTraining(lr=1e-12, epochs=1, batch_size=8)
+    inputs = torch.rand(56, 40, generator=torch.Generator().manual_seed(1))
+    people = fq.make_clients((inputs, torch.arange(56) % 3), count=7, budgets=[1.0])
+    model = nn.Sequential(nn.Linear(40, 100), nn.Linear(100, 3))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run = fq.train(
+        model,
+        inputs[:1],
+        fq.FedAvg(still, fraction=1.0),
+        people,
+        1,
+        workers=0,
+        sampling="fixed",
+        privacy=fq.Privacy(noise_multiplier=2.0, clip=0.5, mechanism="local"),
+        secure_aggregation=fq.SecureAggregation(threshold=4),
+    )
+    moved = [(run.state.params[name] - before[name]).double().flatten() for name in before]
+    return torch.cat(moved)
+
+
+def test_clients_share_the_noise_of_a_sum(private_change):
+    """Each adds σC/√t, so seven of them with t = 4 give σC √(7/4), divided by seven."""
+    expected = 2.0 * 0.5 * (7 / 4) ** 0.5 / 7
+    count = len(private_change)
+    assert float(private_change.std()) == pytest.approx(expected, rel=5 / (2 * count) ** 0.5)
+    assert abs(float(private_change.mean())) < 5 * expected / count**0.5
+
+
+@pytest.mark.parametrize("mechanism", ["central", "local"])
+@pytest.mark.parametrize("name", ["fedavg", "heterofl"])
+def test_a_private_mean_of_sums_is_that_of_updates(name, mechanism):
+    """Without noise, so that both runs are the same but for rounding."""
+    privacy = fq.Privacy(noise_multiplier=0.0, clip=0.3, mechanism=mechanism)
+    options = {"privacy": privacy, "sampling": "fixed", "rounds": 1}
+    secure, (done,) = train(name, **options)
+    plain, _ = train(name, secure=None, **options)
+    for key, tensor in plain.state.params.items():
+        torch.testing.assert_close(secure.state.params[key], tensor, atol=2e-6, rtol=0)
+    assert (done.secure is None) == (mechanism == "central")
+
+
+def test_clipping_that_needs_single_updates_is_refused():
+    for clipping in ("rings", "adaptive"):
+        privacy = fq.Privacy(noise_multiplier=1.0, clipping=clipping)
+        refused("fedavg", "clients clip their changes themselves", privacy=privacy)
+
+
+def test_a_cohort_that_is_too_small_by_chance_releases_nothing():
+    privacy = fq.Privacy(noise_multiplier=1.0, mechanism="local")
+    method = replace(METHODS["fedavg"], fraction=0.5)
+    _, rounds = train(method, privacy=privacy, sampling="poisson", rounds=6)
+    assert len(rounds) == 6
+    reasons = [r.secure.closed[0][1] for r in rounds if r.secure.closed]
+    assert all("clients were drawn, and 3 are needed" in reason for reason in reasons)
+    assert all(r.privacy.epsilon is None or r.privacy.epsilon > 0 for r in rounds)

@@ -21,6 +21,7 @@ from fedquilt.runs.events import (
     RoundDone,
     RoundRepeated,
     RoundStarted,
+    SecureRound,
     StoppedEarly,
     WaitingForLock,
 )
@@ -141,6 +142,7 @@ def _describe_round(event: RoundDone, num_rounds: int) -> str:
         "" if local is None else f"local accuracy {format_percent(local)}",
         f"{event.num_clients} client{'s' if event.num_clients != 1 else ''}",
         f"{len(event.failures)} failed" if event.failures else "",
+        _describe_closed(event.secure),
         "" if event.privacy is None else str(event.privacy),
         _describe_kept(event.merging),
         f"{event.seconds:.1f} s",
@@ -173,6 +175,12 @@ def _describe_kept(merging: Mapping[str, float]) -> str:
     if not kept:
         return ""
     return f"{format_percent(kept / merging[HELD_CELLS])} of cells kept: too few updates"
+
+
+def _describe_closed(secure: SecureRound | None) -> str:
+    """What of the model a secure sum has left as it was."""
+    closed = sum(size for size, _ in secure.closed) if secure is not None else 0
+    return f"{closed:,} weights not opened" if closed else ""
 
 
 def _join_facts(*facts: str) -> str:

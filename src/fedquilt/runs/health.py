@@ -38,7 +38,8 @@ class Finding:
     """Something that whoever runs this should know.
 
     ``kind`` is ``loss``, ``rising``, ``chance``, ``parted``, ``diverged``, ``odd loss``,
-    ``odd data``, ``failing``, ``kept`` or ``untested``; ``clients`` are those that it is about.
+    ``odd data``, ``failing``, ``kept``, ``closed`` or ``untested``; ``clients`` are those that it
+    is about.
     """
 
     kind: str
@@ -62,6 +63,7 @@ def find_problems(records: Sequence[Record], num_classes: int | None) -> tuple[F
         *_find_odd_data([*trained, *([last] if last else [])]),
         *_find_failing(recent),
         *_find_kept_cells(recent),
+        *_find_closed(recent),
     ]
     if last is not None:
         found += [*_find_chance_level(last, num_classes), *_find_untested(last)]
@@ -114,6 +116,21 @@ def _find_kept_cells(rounds: Sequence[Record]) -> Iterable[Finding]:
             f"{100 * share:.1f}% of the cells that clients train are never merged, because too few "
             "clients hold them for the hostile ones that aggregation.hostile allows; lower it, "
             "or let more clients train the largest sizes",
+        )
+
+
+def _find_closed(rounds: Sequence[Record]) -> Iterable[Finding]:
+    """Weights that secure sums leave as they are in the last rounds."""
+    last = [record["secure"] for record in rounds if record.get("secure")][-LATE:]
+    closed = [sum(size for size, _ in secure["closed"]) for secure in last]
+    if len(closed) == LATE and min(closed) > 0:
+        reason = last[-1]["closed"][-1][1]
+        yield Finding(
+            "closed",
+            True,
+            f"{min(closed):,} weights or more did not change in the last {LATE} rounds, because "
+            f"their secure sums were not opened ({reason}); lower secure_aggregation.threshold, or "
+            "give more clients the largest budgets",
         )
 
 

@@ -158,10 +158,10 @@ def _check_secure(plan: RunPlan, setup: Setup) -> None:
             "with secure aggregation clients report nothing about themselves; leave out "
             "run.test_locally"
         )
-    if plan.privacy is not None:
+    if plan.privacy is not None and plan.privacy.clipping != "flat":
         raise ConfigError(
-            "noise of a private run is added by the server, which a secure sum does not let see "
-            "single updates; leave out privacy or secure_aggregation"
+            f"in a secure sum clients clip their changes themselves, each as a whole, got "
+            f"privacy.clipping = '{plan.privacy.clipping}'; leave it out"
         )
     check_secure(setup, plan.method, plan.secure)
 
@@ -228,7 +228,7 @@ class PreparedRun:
                     plan.available,
                     None
                     if plan.privacy is None
-                    else PrivateRounds(plan.privacy, self.setup, plan.method, secret),
+                    else PrivateRounds(plan.privacy, self.setup, plan.method, secret, plan.secure),
                     plan.secure,
                     plan.selection,
                     plan.population.validators,

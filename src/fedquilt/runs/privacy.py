@@ -34,6 +34,7 @@ from fedquilt.federation.privacy.mechanism import (
 from fedquilt.federation.privacy.noise import derive_secret, draw_uniform
 from fedquilt.federation.privacy.settings import Privacy
 from fedquilt.federation.rings import Holding
+from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.method import Method
 from fedquilt.runs.accounting import count_subnet_bytes
@@ -57,12 +58,15 @@ class PrivateRounds:
         setup: What stays the same during the run; its clients are without data.
         method: The method, with nothing on that tells of clients' data.
         secret: What cohorts and noise are drawn from.
+        secure: How updates are summed, if the server sees sums only. Then clients share the noise
+            of the local mechanism: every sum has as many parts as the threshold, or more.
     """
 
     privacy: Privacy
     setup: Setup
     method: Method
     secret: bytes = field(repr=False)
+    secure: SecureAggregation | None = None
     _planned: tuple[int, list[Task], Counter[Holding]] | None = field(default=None, init=False)
 
     @cached_property
@@ -216,8 +220,13 @@ class PrivateRounds:
         bounded = bound_replies(tasks, self._bound(state))
         if self.privacy.mechanism != "local":
             return bounded
-        std = read_noise_multiplier(state) * read_clip(state)
+        std = read_noise_multiplier(state) * read_clip(state) / math.sqrt(self._num_sharing)
         return [replace(task, recipe=self._add_noise(task, std, state.round)) for task in bounded]
+
+    @property
+    def _num_sharing(self) -> int:
+        """How many clients at least share the noise of a sum that the server sees."""
+        return 1 if self.secure is None else self.secure.threshold
 
     def _bound(self, state: State) -> dict[str, Any]:
         privacy = self.privacy
@@ -281,9 +290,10 @@ class PrivateRounds:
             is_local=not self.privacy.is_central,
         )
         adapt = self._make_adaptation()
+        validators = (*pipeline.validators, RequireWholeReply(self.count_holdings))
         return replace(
             pipeline,
-            validators=(*pipeline.validators, RequireWholeReply(self.count_holdings)),
+            validators=pipeline.validators if self.secure is not None else validators,
             aggregator=mean,
             server_updates=(*pipeline.server_updates, *adapt),
         )
@@ -320,6 +330,7 @@ class PrivateRounds:
             expected,
             done.seconds,
             privacy=self.describe(state, done.round),
+            secure=None if self.privacy.is_central else done.secure,
         )
 
     def describe(self, state: State, rounds: int) -> PrivacySpent:
@@ -342,7 +353,7 @@ class PrivateRounds:
             noise = {}
         elif not self.privacy.is_central:  # every holder adds its own noise
             noise = {
-                f"{count:g}": _shorten(spread * math.sqrt(self.rate / count))
+                f"{count:g}": _shorten(spread * math.sqrt(self.rate / count / self._num_sharing))
                 for count in holders
                 if count
             }

@@ -87,6 +87,9 @@ class SecureExchange:
         The arguments are those of ``Exchange``. Statistics, which a closing phase asks for, have a
         wider range. If nothing could be opened, ``accounting`` knows of it.
         """
+        if len(tasks) < self.settings.threshold:  # of a cohort that was drawn by chance
+            self._skip(tasks, state, accounting)
+            return state
         planned = self._plan(state, tasks, is_closing=is_closing)
         server = SecureServer(planned.session)
         steps = _Steps(self.setup, engine, accounting)
@@ -99,6 +102,15 @@ class SecureExchange:
             return state
         aggregate = pipeline.aggregator.aggregate_sums(self.setup, state, sums)
         return pipeline.finish(self.setup, state, replace(aggregate, replies=replies))
+
+    def _skip(self, tasks: Sequence[Task], state: State, accounting: RoundAccounting) -> None:
+        """Records a round in which nobody is asked, because nothing could be opened."""
+        threshold = self.settings.threshold
+        reason = f"{len(tasks)} clients were drawn, and {threshold} are needed"
+        names = list_averaged(self.setup) & state.params.keys()
+        cells = sum(state.params[name].numel() for name in names)
+        accounting.secure = SecureRound(threshold, 0, ((cells, reason),))
+        accounting.quorum = 0
 
     def _plan(self, state: State, tasks: Sequence[Task], *, is_closing: bool) -> _PlannedRound:
         holdings = {task.client: list_sent_subnets(task) for task in tasks}

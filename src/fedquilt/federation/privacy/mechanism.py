@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from fedquilt.errors import ConfigError, StructureError, UpdateError
-from fedquilt.federation.aggregation.parts import Aggregate, Aggregator, ServerUpdate, Validator
+from fedquilt.federation.aggregation.parts import (
+    Aggregate,
+    Aggregator,
+    RingSums,
+    ServerUpdate,
+    Validator,
+)
 from fedquilt.federation.client import SERVER, Update, client_label
 from fedquilt.federation.privacy.noise import digest_tensors, draw_noise, draw_normal
 from fedquilt.federation.rings import Holding, Rings, find_rings
@@ -112,6 +118,34 @@ class PrivateMean(Aggregator):
         rings = find_public_rings(setup, population)
         clip = read_clip(state)
         sums = self.sum_changes(rings, state, updates, clip)
+        return self._release(setup, state, rings, sums)
+
+    def aggregate_sums(self, setup: Setup, state: State, sums: RingSums) -> Aggregate:
+        """Makes the mean of sums that were opened; clients have clipped their changes.
+
+        Cells of rings that were not opened keep their values, without noise: nothing is released.
+        """
+        rings = find_public_rings(
+            setup, self.holdings(setup, state)
+        )  # finer than those of a cohort
+        names = {*sums.rings.names} & {*rings.names}
+        zeros = {n: torch.zeros(setup.structure.shapes[n.partition("@")[0]]) for n in rings.names}
+        zeros = {n: zero.double() for n, zero in zeros.items()}
+        changes = rings.gather_global(sums.rings.scatter_global(sums.changes, zeros))
+        opened = {n: sums.rings.label_cells(n).double() for n in names}
+        labels = rings.gather_global({**{n: zero - 1 for n, zero in zeros.items()}, **opened})
+        kept = {
+            ring: change
+            for ring, change in changes.items()
+            if int(labels[ring][0]) in sums.changes and rings[ring].holders
+        }
+        return self._release(setup, state, rings, kept)
+
+    def _release(
+        self, setup: Setup, state: State, rings: Rings, sums: dict[int, Tensor]
+    ) -> Aggregate:
+        """Adds noise to the sums, and divides them by the expected numbers of holders."""
+        population, clip = self.holdings(setup, state), read_clip(state)
         expected = [self.rate * count for count in rings.count_holders(population)]
         noise_multiplier = self._find_noise_multiplier(state)
         if noise_multiplier:
@@ -128,7 +162,7 @@ class PrivateMean(Aggregator):
         params = rings.scatter_global(new, state.params)
         for name in params.keys() & {n for n in rings.names if n.endswith("running_var")}:
             params[name] = params[name].clamp(min=0.0)  # noise may be larger than a variance
-        held = [float(count > 0) for count in expected]
+        held = [float(ring in sums and count > 0) for ring, count in enumerate(expected)]
 
         def trained(name: str) -> Tensor:
             if name in rings.names:
@@ -225,6 +259,7 @@ class AdaptClip(ServerUpdate):
     count_noise: float
     secret: bytes = field(repr=False)
     moves_params = False
+    needs_metrics = True
 
     def apply(self, setup: Setup, state: State, aggregate: Aggregate) -> State:
         """Moves the norm by a noisy count; the count is a release, and is accounted for."""
