@@ -1,7 +1,7 @@
 """How do I train a model with several inputs, from examples that are dicts?
 
-Each example is a dict: a picture of a digit, another number, and as the label their sum. The entries
-go to the arguments of ``forward`` with the same names. APFL finds an architecture for each client.
+Each example is a dict: a picture of a digit, another number, and as the label their sum. Entries go
+to the arguments of ``forward`` with the same names. APFL finds an architecture for each client.
 """
 
 import torch

@@ -72,11 +72,15 @@ def as_batch(pair: tuple[Any, Any]) -> Batch:
 
 
 def count_rows(value: Any) -> int:
-    """The number of examples: the length of the first tensor.
+    """The number of examples: of a list its length, else that of the first tensor.
 
-    >>> count_rows({"a": torch.zeros(3, 4)})
-    3
+    A list has an entry for each example, such as the boxes in each image.
+
+    >>> count_rows({"a": torch.zeros(3, 4)}), count_rows([torch.zeros(5), torch.zeros(2)])
+    (3, 2)
     """
+    if isinstance(value, list):
+        return len(value)
     tensors = find_tensors(value)
     return len(tensors[0]) if tensors and tensors[0].ndim else 0
 
