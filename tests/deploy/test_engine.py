@@ -72,6 +72,35 @@ def test_transformed_images_give_the_bits_of_a_local_run_and_are_part_of_the_mod
     assert known[0][0][-1] == "CenterCrop(size=5)"
 
 
+SELECTING = {
+    "method__name": "lg-fedavg",  # its clients keep their own layers
+    "data__validation": 0.2,
+    "run__evaluate_every": 1,
+    "selection__keep": "best",
+    "local_training__optimizer": "adam",
+    "local_training__keep_optimizer": True,
+    "local_training__lr": 0.01,
+    "local_training__schedule": "milestones:2:300",
+}
+
+
+def test_adam_that_is_kept_and_selection_have_the_same_bits_on_flower(place, tmp_path):
+    (tmp_path / "mine.py").write_text("def factor(i, n):\n    return 1 / (1 + i)\n")
+    changes = {**SELECTING, "local_training__step_schedule": f"{tmp_path}/mine.py:factor"}
+    local, flower = place.local(**changes), place.flower(**changes)
+    assert same(local, flower)
+    assert local.scores == flower.scores
+    assert local.info.model_round == flower.info.model_round == 2
+
+
+def test_a_node_runs_no_function_that_its_settings_do_not_name(place, tmp_path):
+    (tmp_path / "mine.py").write_text("def factor(i, n):\n    return 1.0\n")
+    theirs = {**FEDAVG, "local_training__step_schedule": f"{tmp_path}/mine.py:factor"}
+    grid, config = place.grid(**FEDAVG), place.config("flower", **theirs)
+    with pytest.raises(TrainingError, match=r"mine.py:factor' is code, and it is not in the setti"):
+        train_over_grid(grid, config)
+
+
 def test_a_new_process_can_handle_every_message(place):
     """A deployed client starts anew each time: what it keeps is on its disk."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, make_dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from fedquilt.runs.identity import compute_fingerprint, describe_settings
 
 NET = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
 STEPS = fq.LocalTraining(lr=0.05, epochs=1, batch_size=4)
+NONE = {"momentum": None, "weight_decay": None}
 
 
 def make_setup(**changes):
@@ -63,3 +65,10 @@ def test_every_setting_seed_client_and_tensor_is_part_of_the_identity():
     assert len(set(prints)) == len(prints)
     assert compute_fingerprint(replace(setup, rounds=9), method) == prints[0]
     assert compute_fingerprint(make_setup(), fq.HeteroFL(STEPS)) == prints[0]  # in any process
+
+
+def test_a_factory_of_other_settings_is_another_run():
+    makers = [partial(torch.optim.AdamW, lr=lr) for lr in (0.1, 0.2)]
+    first, other = (fq.FedAvg(replace(STEPS, optimizer=m, lr=1.0, **NONE)) for m in makers)
+    again = fq.FedAvg(replace(STEPS, optimizer=partial(torch.optim.AdamW, lr=0.1), lr=1.0, **NONE))
+    assert describe_settings(first) == describe_settings(again) != describe_settings(other)

@@ -44,6 +44,8 @@ TYPED = {
     "workers": ("0", 0),
     "evaluate_every": ("2", 2),
     "checkpoint_every": ("3", 3),
+    "keep": ("best", "best"),
+    "patience": ("4", 4),
 }
 
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -85,6 +86,11 @@ def describe_settings(value: Any) -> Any:
         return [describe_settings(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(describe_settings(item) for item in value)
+    if isinstance(value, partial):
+        parts = {"arguments": value.args, "named": value.keywords}
+        return {"class": "partial", "function": describe_settings(value.func)} | {
+            name: describe_settings(part) for name, part in parts.items()
+        }
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return {"class": type(value).__name__, **_describe_fields(value)}
