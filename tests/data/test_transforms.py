@@ -507,6 +507,21 @@ def test_target_images_move_with_their_inputs_if_asked():
     assert not data.batch(torch.arange(6), seeded(3))[0].equal(data.batch(torch.arange(6))[0])
 
 
+def test_masks_in_a_file_move_with_their_images(tmp_path):
+    x, y = (tensor.numpy() for tensor in make_masks())
+    pixels = (255 * x[:, 0]).astype(np.uint8)
+    np.savez(tmp_path / "a.npz", x_train=pixels, y_train=y, x_test=pixels[:2], y_test=y[:2])
+    data = {"source": str(tmp_path / "a.npz"), "transforms": ["RandomCrop(6, padding=1)"]}
+    with pytest.raises(DataError, match="set transform_targets"):
+        load_source(load_config({"data": data}))
+    settings = load_config({"data": {**data, "transform_targets": True, "normalize": True}})
+    source = load_source(settings)
+    images, masks = source.train.batch(torch.arange(6), seeded())
+    scale = Normalize.from_images(torch.from_numpy(pixels)[:, None])
+    assert source.normalization == scale
+    assert images.equal(scale.apply(masks[:, None].float()))
+
+
 @pytest.mark.parametrize(
     ("data", "arguments", "words"),
     [

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedquilt.data.examples import ClientData, Examples
+from fedquilt.data.examples import ClientData, Examples, NestedExamples
 from fedquilt.data.partition import take_first_rows
 from fedquilt.data.pipeline import (
     Pipeline,
@@ -92,7 +92,8 @@ class Dataset:
     def stored_inputs(self) -> Tensor | None:
         """The training inputs as they are stored; None if they are not in memory."""
         data = self.train.data if isinstance(self.train, TransformedExamples) else self.train
-        return data.inputs if isinstance(data, Examples) else None
+        inputs = data.inputs if isinstance(data, Examples | NestedExamples) else None
+        return inputs if isinstance(inputs, Tensor) else None
 
     def with_normalization(self, scale: Normalize | None) -> Dataset:
         """Returns the data set with another normalization; None keeps images in [0, 1]."""
