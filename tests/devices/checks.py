@@ -26,6 +26,7 @@ from fedquilt.settings.resolve import load_source, resolve_config
 from fedquilt.structure.cut import build_module
 from fedquilt.training.context import ClientContext
 from fedquilt.training.device_data import ResidentData
+from fedquilt.training.dpsgd import DPSGD
 from fedquilt.training.poisoning import Poisoned
 from fedquilt.training.private import PrivateReply
 
@@ -40,11 +41,11 @@ def unlimited() -> Iterator[None]:
         torch.ops.sim.set_limit(device.index, 0)
 
 
-def make_net(*, dropout: float = 0.0) -> nn.Sequential:
+def make_net(dropout: float, *, norm: bool) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
+        nn.BatchNorm2d(8) if norm else nn.Identity(),
         nn.ReLU(),
         nn.Dropout(dropout),
         nn.Flatten(),
@@ -61,8 +62,8 @@ def make_data(count: int = 12, seed: int = 0):
 class Federation:
     """A net, four clients, and a task for each of them."""
 
-    def __init__(self, *, dropout: float = 0.0) -> None:
-        self.net = make_net(dropout=dropout)
+    def __init__(self, *, dropout: float = 0.0, norm: bool = True) -> None:
+        self.net = make_net(dropout, norm=norm)
         structure = fq.trace_structure(self.net, torch.zeros(2, 1, 6, 6))
         self.structure = replace(structure, channels_last=False)
         self.data = {"train": {client: make_data(seed=client) for client in range(4)}}
@@ -227,6 +228,7 @@ def test_processes_of_the_cpu_work_in_a_process_with_an_accelerator():
 
 
 AROUND = {
+    "private steps": DPSGD(fq.LocalSGD(SETTINGS, lr=0.05), 0.5, 1.0, 4, "ab", round=0),
     "optimizer": fq.LocalSGD(
         fq.LocalTraining(optimizer="adamw", lr=0.01, epochs=1, keep_optimizer=True), lr=0.01
     ),
@@ -238,7 +240,7 @@ AROUND = {
 
 @pytest.mark.parametrize("name", AROUND)
 def test_what_is_put_around_or_into_training_works_on_a_device(name):
-    federation, found = Federation(), []
+    federation, found = Federation(norm=name != "private steps"), []
     tasks = [replace(task, recipe=AROUND[name]) for task in federation.tasks()]
     for device in (CPU, SIM):
         with federation.engine(devices=(device,)) as engine:
