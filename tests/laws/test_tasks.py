@@ -29,18 +29,18 @@ from .test_running import StopNow, interrupted
 PAGE = Path(__file__).parents[2] / "docs" / "tasks.md"
 CLASSES_ONLY = {"fedavg-at", "fedavg-oat"}  # they attack the answer that is right
 NEEDS_OUTPUTS = {"apfl", "depthfl", "fjord"}  # nets, or exits, learn from each other's outputs
-KINDS = ("regression", "multi-label", "segmentation", "several inputs", "loss of the batch")
+KINDS = ("regression", "multi-label", "pixels", "inputs", "batch loss")
 CASES = {name.split()[0]: name for name in sorted(METHODS, reverse=True)}  # one of each method
 
 
 def is_supported(name: str, kind: str) -> bool:
-    if name in CLASSES_ONLY and kind != "segmentation":
-        return False  # segmentation has classes, one at every position
-    if name == "lg-fedavg" and kind == "segmentation":
+    if name in CLASSES_ONLY and kind != "pixels":
+        return False  # pixels have classes, one at every position
+    if name == "lg-fedavg" and kind == "pixels":
         return False  # it shares the output layer, which it looks for on the last axis
-    if name == "depthfl" and kind == "segmentation":
+    if name == "depthfl" and kind == "pixels":
         return False  # its exits are classifiers
-    return not (name in NEEDS_OUTPUTS and kind == "loss of the batch")
+    return not (name in NEEDS_OUTPUTS and kind == "batch loss")
 
 
 def squared(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -121,17 +121,17 @@ def make(kind: str) -> tuple[nn.Module, Any, Any, dict[str, Any]]:
     """A model, its example, data, and the loss and metrics."""
     torch.manual_seed(0)
     model, x = rows()
-    if kind == "segmentation":
+    if kind == "pixels":
         images = torch.rand(24, 1, 6, 6)
         layers = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
         layers += [nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 3, 1)]
         return nn.Sequential(*layers), images[:1], (images, (images[:, 0] * 3).long()), {}
     if kind == "multi-label":
         return model, x[:1], (x, (x[:, :4] > 0).float()), {"loss": "bce"}
-    if kind == "several inputs":
+    if kind == "inputs":
         sides = {"left": x[:, :3], "right": x[:, 3:]}
         return Sides(), {n: t[:1] for n, t in sides.items()}, (sides, x[:, :4]), {"loss": "mse"}
-    loss = squared if kind == "loss of the batch" else "mse"
+    loss = squared if kind == "batch loss" else "mse"
     return model, x[:1], (x, x[:, :4]), {"loss": loss, "metrics": ["mae"]}
 
 
