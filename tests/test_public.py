@@ -113,6 +113,7 @@ PUBLIC = [
     "Validator",
     "VectorRule",
     "__version__",
+    "audit_run",
     "average",
     "build_module",
     "chain",

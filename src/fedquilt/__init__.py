@@ -107,6 +107,7 @@ from fedquilt.methods.base import BaseMethod
 from fedquilt.models import MODELS, make_model
 from fedquilt.models.pretrained import load_pretrained
 from fedquilt.report.runs import write_report  # shadows the package, which stays importable
+from fedquilt.runs.audit import audit_run
 from fedquilt.runs.events import (
     Callback,
     CheckpointSaved,
@@ -250,6 +251,7 @@ __all__ = [
     "Validator",
     "VectorRule",
     "__version__",
+    "audit_run",
     "average",
     "build_module",
     "chain",

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedquilt import __version__
-from fedquilt.cli import compare, cost, customize, evaluate, report, schema, serve, train, up
+from fedquilt.cli import audit, compare, cost, customize, evaluate, report, schema, serve, train, up
 from fedquilt.cli.output import detachable_output
 from fedquilt.cli.wording import speak_options
 from fedquilt.errors import FedquiltError
@@ -65,6 +65,7 @@ for module, command in (
     (train, train.train),
     (compare, compare.compare),
     (evaluate, evaluate.evaluate),
+    (audit, audit.audit),
     (report, report.report),
     (cost, cost.cost),
     (customize, customize.customize),
