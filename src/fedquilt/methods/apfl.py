@@ -257,10 +257,7 @@ class APFL(FedPA):
             if value is not None and not 0 < value < 1:
                 raise ConfigError(f"{name} is a fraction in (0, 1), got {value}")
 
-    @property
-    def reveals_data(self) -> str:
-        """FedCS: every client searches for its architecture."""
-        return "clients search for their architectures on their data, and send them"
+    reveals_data = "clients search for their architectures on their data, and send them"
 
     def phases(self, setup: Setup) -> tuple[Phase, ...]:
         """Figure 2."""

@@ -127,17 +127,7 @@ def train(
     check_value("seed", seed, Number)
     if resume and out is None:
         raise ConfigError("a run is resumed from its directory, and there is none; give out=...")
-    if engine is not None and not callable(engine):
-        raise ConfigError(
-            f"engine is a function that makes an engine, got {engine!r}; leave it out to train on "
-            "this machine, or train on Flower with the command fedquilt train"
-        )
-    if engine is not None and device != "cpu":
-        raise ConfigError(
-            f"an engine of your own chooses its devices, got device={device!r} as well; leave out "
-            "one of them"
-        )
-    make_engine = engine or make_local_engine(workers, device=device)  # a device may not be there
+    make_engine = _choose_engine(engine, workers, device)  # a device may not be there
     task = make_task(loss, metrics)
     check_model(model)
     model, example = move_to_host(model), map_tensors(Tensor.cpu, bind_inputs(model, example))
@@ -175,3 +165,18 @@ def train(
         attack=attacks,
     )
     return (resume_run if resume else start_run)(plan).train(callbacks)
+
+
+def _choose_engine(engine: EngineFactory | None, workers: int | None, device: str) -> EngineFactory:
+    """What makes the engine: as given, or one on this machine."""
+    if engine is not None and not callable(engine):
+        raise ConfigError(
+            f"engine is a function that makes an engine, got {engine!r}; leave it out to train on "
+            "this machine, or train on Flower with the command fedquilt train"
+        )
+    if engine is not None and device != "cpu":
+        raise ConfigError(
+            f"an engine of your own chooses its devices, got device={device!r} as well; leave out "
+            "one of them"
+        )
+    return engine or make_local_engine(workers, device=device)
