@@ -1,0 +1,140 @@
+"""Accuracy with hostile clients: every attack against every rule, mixed widths against equal ones.
+
+    python benchmarks/hostile.py --data digits --seeds 0 1 2
+
+Twenty clients, all of them in every round, a fifth of them hostile. Half of HeteroFL's clients
+train width 1.0 and half 0.5; FedAvg's all train the whole model. Writes one line of JSON for each
+run, and prints tables for docs/results.md. What is in ``--out`` already is not computed again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+import fedquilt as fq
+
+HOSTILE = 0.2
+RULES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "mean, clipped": {"transforms": (fq.ClipQuantile(0.5, per_ring=True), fq.EqualWeights())},
+    "trimmed mean": {"aggregator": fq.TrimmedMean(hostile=HOSTILE)},
+    "median": {"aggregator": fq.Median(hostile=HOSTILE)},
+    "geometric median": {"aggregator": fq.GeometricMedian(hostile=HOSTILE)},
+    "centered clipping": {"aggregator": fq.CenteredClipping(hostile=HOSTILE)},
+    "Krum": {"aggregator": fq.Krum(hostile=HOSTILE)},
+    "Multi-Krum": {"aggregator": fq.MultiKrum(hostile=HOSTILE)},
+    "Multi-Krum by ring": {"aggregator": fq.MultiKrum(hostile=HOSTILE, scope="ring")},
+    "trimmed mean, NNM": {"aggregator": fq.TrimmedMean(hostile=HOSTILE, mixing="nnm")},
+    "median, buckets": {"aggregator": fq.Median(hostile=HOSTILE, mixing="buckets")},
+}
+ATTACKS: dict[str, fq.Attack | None] = {
+    "none": None,
+    "sign flip ×10": fq.SignFlip(clients=HOSTILE, scale=10.0),
+    "scaled ×10": fq.ScaledUpdate(clients=HOSTILE),
+    "noise": fq.GaussianNoise(clients=HOSTILE),
+    "label flip": fq.LabelFlip(clients=HOSTILE),
+    "backdoor": fq.Backdoor(clients=HOSTILE),
+    "ALIE": fq.ALIE(clients=HOSTILE),
+    "IPM": fq.InnerProduct(clients=HOSTILE),
+    "mimic": fq.Mimic(clients=HOSTILE),
+}
+METHODS = {"heterofl": (fq.HeteroFL, (1.0, 0.5)), "fedavg": (fq.FedAvg, (1.0,))}
+
+
+def run_one(
+    source: Any, method: str, rule: str, attack: str, seed: int, rounds: int
+) -> dict[str, Any]:
+    """Trains one combination: the accuracies of its sizes, and the backdoor's success, in %."""
+    factory, budgets = METHODS[method]
+    clients = fq.make_clients(source.train, test=source.test, count=20, budgets=budgets, seed=seed)
+    torch.manual_seed(seed)
+    channels, size = source.shape[0], source.shape[-1]
+    options = {"in_channels": channels, "image_size": size, "hidden": [64, 32]}
+    training = fq.LocalTraining(lr=0.1, epochs=2, batch_size=10)
+    run = fq.train(
+        fq.make_model("mlp", options),
+        source.example,
+        factory(training, fraction=1.0, **RULES[rule]),
+        clients,
+        rounds,
+        seed=seed,
+        workers=0,
+        cadence=fq.Cadence(evaluate_every=0),
+        attacks=ATTACKS[attack],
+    )
+    return {
+        "method": method,
+        "rule": rule,
+        "attack": attack,
+        "seed": seed,
+        "accuracy": [round(100 * (score.accuracy or 0.0), 2) for score in run.scores],
+        "success": [
+            round(100 * success, 2)
+            for score in run.scores
+            if (success := score.metrics.get("backdoor_success")) is not None
+        ],
+    }
+
+
+def print_table(results: list[dict[str, Any]], method: str) -> None:
+    """Prints a table of the mean over sizes and seeds: a row for each rule."""
+    print(f"\n| {method} | " + " | ".join(ATTACKS) + " | success |")
+    print("| --- |" + " --- |" * (len(ATTACKS) + 1))
+    for rule in RULES:
+        cells = []
+        for attack in ATTACKS:
+            known = [
+                fmean(r["accuracy"])
+                for r in results
+                if (r["method"], r["rule"], r["attack"]) == (method, rule, attack)
+            ]
+            cells.append(f"{fmean(known):.1f}" if known else "-")
+        success = [
+            fmean(r["success"])
+            for r in results
+            if (r["method"], r["rule"]) == (method, rule) and r["success"]
+        ]
+        cells.append(f"{fmean(success):.0f}" if success else "-")
+        print(f"| {rule} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    """Runs all combinations."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", default="digits")
+    parser.add_argument("--fraction", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--rules", nargs="+", default=list(RULES))
+    parser.add_argument("--out", type=Path, default=Path("hostile.jsonl"))
+    asked = parser.parse_args()
+    source = fq.load_dataset(asked.data)
+    if asked.fraction < 1:
+        source = source.take_first(asked.fraction)
+    lines = asked.out.read_text().splitlines() if asked.out.exists() else []
+    results = [json.loads(line) for line in lines]
+    keys = ("method", "rule", "attack", "seed")
+    done = {tuple(result[key] for key in keys) for result in results}
+    for seed in asked.seeds:
+        for method in asked.methods:
+            for attack in ATTACKS:
+                for rule in asked.rules:
+                    if (method, rule, attack, seed) in done:
+                        continue
+                    result = run_one(source, method, rule, attack, seed, asked.rounds)
+                    results.append(result)
+                    with asked.out.open("a") as file:
+                        file.write(json.dumps(result) + "\n")
+    for method in asked.methods:
+        print_table(results, method)
+
+
+if __name__ == "__main__":
+    main()
