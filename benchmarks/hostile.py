@@ -19,19 +19,19 @@ import torch
 
 import fedquilt as fq
 
-HOSTILE = 0.2
+HOSTILE, NUM_HOSTILE = 0.2, 4  # of twenty clients
 RULES: dict[str, dict[str, Any]] = {
     "mean": {},
     "mean, clipped": {"transforms": (fq.ClipQuantile(0.5, per_ring=True), fq.EqualWeights())},
-    "trimmed mean": {"aggregator": fq.TrimmedMean(hostile=HOSTILE)},
-    "median": {"aggregator": fq.Median(hostile=HOSTILE)},
-    "geometric median": {"aggregator": fq.GeometricMedian(hostile=HOSTILE)},
-    "centered clipping": {"aggregator": fq.CenteredClipping(hostile=HOSTILE)},
-    "Krum": {"aggregator": fq.Krum(hostile=HOSTILE)},
-    "Multi-Krum": {"aggregator": fq.MultiKrum(hostile=HOSTILE)},
-    "Multi-Krum by ring": {"aggregator": fq.MultiKrum(hostile=HOSTILE, scope="ring")},
-    "trimmed mean, NNM": {"aggregator": fq.TrimmedMean(hostile=HOSTILE, mixing="nnm")},
-    "median, buckets": {"aggregator": fq.Median(hostile=HOSTILE, mixing="buckets")},
+    "trimmed mean": {"aggregator": fq.TrimmedMean(hostile=NUM_HOSTILE)},
+    "median": {"aggregator": fq.Median(hostile=NUM_HOSTILE)},
+    "geometric median": {"aggregator": fq.GeometricMedian(hostile=NUM_HOSTILE)},
+    "centered clipping": {"aggregator": fq.CenteredClipping(hostile=NUM_HOSTILE)},
+    "Krum": {"aggregator": fq.Krum(hostile=NUM_HOSTILE)},
+    "Multi-Krum": {"aggregator": fq.MultiKrum(hostile=NUM_HOSTILE)},
+    "Multi-Krum by ring": {"aggregator": fq.MultiKrum(hostile=NUM_HOSTILE, scope="ring")},
+    "trimmed mean, NNM": {"aggregator": fq.TrimmedMean(hostile=NUM_HOSTILE, mixing="nnm")},
+    "median, buckets": {"aggregator": fq.Median(hostile=NUM_HOSTILE, mixing="buckets")},
 }
 ATTACKS: dict[str, fq.Attack | None] = {
     "none": None,
@@ -55,8 +55,8 @@ def run_one(
     clients = fq.make_clients(source.train, test=source.test, count=20, budgets=budgets, seed=seed)
     torch.manual_seed(seed)
     channels, size = source.shape[0], source.shape[-1]
-    options = {"in_channels": channels, "image_size": size, "hidden": [64, 32]}
-    training = fq.LocalTraining(lr=0.1, epochs=2, batch_size=10)
+    options = {"in_channels": channels, "image_size": size, "hidden": [32]}
+    training = fq.LocalTraining(lr=0.2, epochs=1, batch_size=10)
     run = fq.train(
         fq.make_model("mlp", options),
         source.example,
@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", default="digits")
     parser.add_argument("--fraction", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--rules", nargs="+", default=list(RULES))

@@ -27,7 +27,7 @@ from fedquilt.federation.state import Setup, State
 from fedquilt.structure.cut import view_subnet_tensors
 from fedquilt.structure.subnet import Subnet
 
-CHUNK_BYTES = 2**25  # of changes that are in memory at the same time
+CHUNK_BYTES = 2**23  # of changes that are in memory at the same time
 
 
 def compute_changes(
