@@ -7,10 +7,12 @@ import torch
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.runs.events import RoundDone
+from fedquilt.runs.event_lines import describe_event
+from fedquilt.runs.events import Evaluated, RoundDone
 from fedquilt.settings.load import load_config
 from fedquilt.settings.resolve import build_attack
-from fedquilt.training.poisoning import StampedData
+from fedquilt.training.poisoning import Poisoned, StampedData
+from fedquilt.training.serialization import from_plain, to_plain
 
 ATTACKS = {
     "alie": fq.ALIE(clients=0.34),
@@ -82,7 +84,10 @@ def test_a_run_is_not_resumed_with_another_attack(images, clients, tmp_path):
 
 
 def test_the_success_of_a_backdoor_is_that_of_triggered_examples(images, clients):
-    run = train(images, clients, ATTACKS["backdoor"], rounds=1)
+    events = []
+    run = train(images, clients, ATTACKS["backdoor"], rounds=1, callbacks=[events.append])
+    (line,) = [describe_event(event, 1) for event in events if isinstance(event, Evaluated)]
+    assert f"backdoor {100 * run.scores[0].metrics['backdoor_success']:.1f}%" in line
     x, y = images
     triggered = x[y != 1].clone()
     triggered[..., -1:, -1:] = x.max()
@@ -95,6 +100,22 @@ def test_the_success_of_a_backdoor_is_that_of_triggered_examples(images, clients
         "backdoor_success"
         not in train(images, clients, ATTACKS["flip"], rounds=1).scores[0].metrics
     )
+
+
+def test_what_hostile_clients_do_can_be_sent_to_nodes():
+    for attack in (fq.LabelFlip(), fq.Backdoor(clients=(1, 2))):
+        recipe = Poisoned(fq.LocalSGD(fq.LocalTraining(), lr=0.1), attack)
+        assert from_plain(to_plain(recipe)) == recipe
+
+
+def test_updates_that_a_server_does_not_accept_are_failures(images, clients):
+    events = []
+    train(
+        images, clients, fq.ScaledUpdate(clients=(0,), scale=1e35), rounds=1,
+        callbacks=[events.append],
+    )  # fmt: skip
+    (done,) = [event for event in events if isinstance(event, RoundDone)]
+    assert [failure.client for failure in done.failures] == [0]
 
 
 def test_hostile_clients_train_on_stamped_images_and_the_target(clients):

@@ -26,6 +26,7 @@ from fedquilt.federation.aggregation.transforms import replace_changes
 from fedquilt.federation.client import Task, Update, derive_seed
 from fedquilt.federation.rings import list_averaged
 from fedquilt.federation.state import Setup, State
+from fedquilt.federation.update import validate_update
 from fedquilt.ranges import Positive, check_fields
 from fedquilt.structure.cut import global_name, index_cells, view_cells, write_cells
 from fedquilt.structure.structure import Structure
@@ -410,6 +411,11 @@ class RoundAttack:
             parts = zip(update.params, corrupted, strict=True)
             return replace(update, params=tuple({**sent, **part} for sent, part in parts))
         return replace_changes(self._setup, self._state, update, corrupted)
+
+    def validate(self, update: Update) -> None:
+        """Raises an UpdateError if a server would not accept what a hostile client sends."""
+        if update.client in self._hostile and not self._gives_changes:
+            validate_update(update, self._setup.structure, self._state.params)
 
     def _compute_changes(self, update: Update) -> Changes:
         names = list_averaged(self._setup)

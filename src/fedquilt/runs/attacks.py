@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fedquilt.engines.engine import Engine
@@ -13,7 +13,6 @@ from fedquilt.federation.aggregation import AggregationPipeline
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.federation.hostile import Attack, RoundAttack
 from fedquilt.federation.state import Setup, State
-from fedquilt.federation.update import validate_update
 from fedquilt.runs.accounting import RoundAccounting
 from fedquilt.training.poisoning import Backdoor, Poisoned
 
@@ -33,50 +32,33 @@ def check_attack(attack: Attack | None, setup: Setup, *, is_secure: bool) -> Non
     attack.check(setup)
 
 
-@dataclass(frozen=True, eq=False)
-class AttackedExchange:
-    """An exchange in which some clients are hostile.
+def start_attack(
+    attack: Attack, setup: Setup, state: State, pipeline: AggregationPipeline
+) -> RoundAttack:
+    """An attack in a round that is merged by a pipeline."""
+    hostile = attack.list_hostile(setup)
+    gives_changes = pipeline.decoder.gives_changes
+    return RoundAttack(attack, hostile, setup, state, gives_changes=gives_changes)
+
+
+def intercept_updates(
+    attack: RoundAttack, updates: Iterable[Update], accounting: RoundAccounting
+) -> Iterator[Update]:
+    """The updates that are merged; what a server would not accept of hostile clients is left out.
 
     Args:
-        setup: What stays the same during the run.
-        attack: What they do.
+        attack: What hostile clients do.
+        updates: Valid updates.
+        accounting: Gets those that are not accepted, as failures.
     """
-
-    setup: Setup
-    attack: Attack
-
-    def run(
-        self,
-        engine: Engine,
-        state: State,
-        tasks: Sequence[Task],
-        pipeline: AggregationPipeline,
-        accounting: RoundAccounting,
-        *,
-        is_closing: bool,
-        enough: int | None,
-    ) -> State:
-        """Replaces valid updates of hostile clients, and merges all as they come."""
-        gives_changes = pipeline.decoder.gives_changes
-        hostile = self.attack.list_hostile(self.setup)
-        attack = RoundAttack(self.attack, hostile, self.setup, state, gives_changes=gives_changes)
-        planned = attack.plan(tasks)
-        results = engine.run(planned, **({} if enough is None else {"enough": enough}))
-
-        def intercept() -> Iterator[Update]:
-            for update in accounting.filter_valid(planned, results):
-                sent = attack.intercept(update)
-                if sent is not update and not gives_changes:
-                    try:
-                        validate_update(sent, self.setup.structure, state.params)
-                    except UpdateError as problem:  # a server would not merge it
-                        accounting.failures.append(Failure(sent.client, str(problem)))
-                        continue
-                yield sent
-
-        merged = pipeline.merge_round(self.setup, state, intercept())
-        accounting.merging = dict(merged.metrics)
-        return merged.state
+    for update in updates:
+        sent = attack.intercept(update)
+        try:
+            attack.validate(sent)
+        except UpdateError as problem:
+            accounting.failures.append(Failure(sent.client, str(problem)))
+            continue
+        yield sent
 
 
 def measure_backdoor(

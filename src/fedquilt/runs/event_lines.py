@@ -11,6 +11,7 @@ from fedquilt.evaluation.summary import get_main_value
 from fedquilt.federation.aggregation.robust import HELD_CELLS, KEPT_CELLS
 from fedquilt.federation.client import client_label
 from fedquilt.formatting import format_count, format_percent
+from fedquilt.runs.attacks import BACKDOOR_SUCCESS
 from fedquilt.runs.events import (
     CheckpointDamaged,
     ClientDone,
@@ -72,7 +73,8 @@ def describe_event(event: Event, num_rounds: int) -> str:
             return _join_facts(f"round {event.round}/{num_rounds}", replies, "repeating the round")
         case Evaluated():
             values, chosen = describe_values(event.scores), _describe_selection(event)
-            return _join_facts(f"round {event.round}/{num_rounds}", values, chosen)
+            success = _describe_backdoor(event.scores)
+            return _join_facts(f"round {event.round}/{num_rounds}", values, success, chosen)
         case StoppedEarly():
             return _describe_stop(event, num_rounds)
         case ProblemFound(finding=finding):
@@ -163,6 +165,12 @@ def _describe_stop(event: StoppedEarly, num_rounds: int) -> str:
     return _join_facts(
         f"round {event.round}/{num_rounds}", f"no better model in {evaluations}{best}", "stopping"
     )
+
+
+def _describe_backdoor(scores: Sequence[SizeScore]) -> str:
+    """The success of a backdoor in the largest size, if there is one."""
+    success = scores[0].metrics.get(BACKDOOR_SUCCESS) if scores else None
+    return "" if success is None else f"backdoor {format_percent(success)}"
 
 
 def _describe_kept(merging: Mapping[str, float]) -> str:

@@ -13,7 +13,7 @@ from fedquilt.federation.hostile import Attack
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Setup, State
 from fedquilt.runs.accounting import RoundAccounting
-from fedquilt.runs.attacks import AttackedExchange
+from fedquilt.runs.attacks import intercept_updates, start_attack
 
 
 class Exchange(Protocol):
@@ -53,9 +53,11 @@ class PlainExchange:
 
     Args:
         setup: What stays the same during the run.
+        attack: What hostile clients do; None: all clients are honest.
     """
 
     setup: Setup
+    attack: Attack | None = None
 
     def run(
         self,
@@ -69,8 +71,15 @@ class PlainExchange:
         enough: int | None,
     ) -> State:
         """Merges valid updates as they come."""
+        attack = None
+        if self.attack is not None:
+            attack = start_attack(self.attack, self.setup, state, pipeline)
+            tasks = attack.plan(tasks)
         results = engine.run(tasks, **({} if enough is None else {"enough": enough}))
-        merged = pipeline.merge_round(self.setup, state, accounting.filter_valid(tasks, results))
+        updates = accounting.filter_valid(tasks, results)
+        if attack is not None:
+            updates = intercept_updates(attack, updates, accounting)
+        merged = pipeline.merge_round(self.setup, state, updates)
         accounting.merging = dict(merged.metrics)
         return merged.state
 
@@ -79,10 +88,8 @@ def make_exchange(
     setup: Setup, secure: SecureAggregation | None, attack: Attack | None = None
 ) -> Exchange:
     """The exchange of a run; None: the server sees every update, and all clients are honest."""
-    if attack is not None:
-        return AttackedExchange(setup, attack)
     if secure is None:
-        return PlainExchange(setup)
+        return PlainExchange(setup, attack)
     from fedquilt.runs.secure import SecureExchange  # which needs an extra
 
     return SecureExchange(setup, secure)

@@ -6,7 +6,7 @@ success is measured by the same wrapper around the evaluation.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -137,16 +137,15 @@ class Backdoor(DataAttack):
 
 
 @dataclass(frozen=True, eq=False)
-class RelabeledData:
-    """Data with other labels, by a table."""
+class PoisonedData(ABC):
+    """Data that are seen through an attack."""
 
     data: ClientData
-    table: Tensor
 
-    @cached_property
+    @property
+    @abstractmethod
     def labels(self) -> Tensor:
         """The label of every example."""
-        return self.table[self.data.labels]
 
     @cached_property
     def label_set(self) -> tuple[int, ...]:
@@ -156,6 +155,23 @@ class RelabeledData:
     def __len__(self) -> int:
         """The number of examples."""
         return len(self.data)
+
+    def _read_labels(self) -> Tensor:
+        labels = self.data.labels
+        assert labels is not None, "tasks without classes are refused"
+        return labels
+
+
+@dataclass(frozen=True, eq=False)
+class RelabeledData(PoisonedData):
+    """Data with other labels, by a table."""
+
+    table: Tensor
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """The label of every example."""
+        return self.table[self._read_labels()]
 
     def batch(
         self, rows: Tensor, generator: torch.Generator | None = None
@@ -170,13 +186,12 @@ class RelabeledData:
 
 
 @dataclass(frozen=True, eq=False)
-class StampedData:
+class StampedData(PoisonedData):
     """Images of which some have a square in the lower right corner, and the target's label.
 
     The square is as bright as the brightest pixel of the batch.
     """
 
-    data: ClientData
     stamped: Tensor  # which examples
     target: int
     size: int
@@ -184,17 +199,7 @@ class StampedData:
     @cached_property
     def labels(self) -> Tensor:
         """The label of every example."""
-        assert self.data.labels is not None
-        return self.data.labels.masked_fill(self.stamped, self.target)
-
-    @cached_property
-    def label_set(self) -> tuple[int, ...]:
-        """The labels present, in order."""
-        return tuple(torch.unique(self.labels).tolist())
-
-    def __len__(self) -> int:
-        """The number of examples."""
-        return len(self.data)
+        return self._read_labels().masked_fill(self.stamped, self.target)
 
     def batch(
         self, rows: Tensor, generator: torch.Generator | None = None
