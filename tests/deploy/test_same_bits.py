@@ -18,6 +18,8 @@ from .test_engine import METHODS, records, same
 
 pytestmark = [pytest.mark.federation, pytest.mark.slow, pytest.mark.timeout(900)]
 PAPERS = ("fedavg", "heterofl", "splitmix", "nefl", "apfl", "adds")
+CASES = {name: {"method__name": name, **METHODS[name]} for name in PAPERS}
+CASES["secure"] = {"method__name": "fedavg", "secure_aggregation__threshold": 2}
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +36,10 @@ def simulation(tmp_path_factory):
         yield RunningFederation(simulated.connection, ())
 
 
-@pytest.mark.parametrize("method", PAPERS)
-def test_a_method_has_the_same_bits_on_every_engine(tmp_path, federation, simulation, method):
-    named = {f"{name.replace('__', '.')}": value for name, value in METHODS[method].items()}
-    config = parse_run_config({**SETTINGS, "method.name": method, **named})
+@pytest.mark.parametrize("case", CASES)
+def test_a_method_has_the_same_bits_on_every_engine(tmp_path, federation, simulation, case):
+    named = {f"{name.replace('__', '.')}": value for name, value in CASES[case].items()}
+    config = parse_run_config({**SETTINGS, **named})
 
     def local(workers):
         changed = load_config(override_settings(config.model_dump(), {"run.workers": workers}))
