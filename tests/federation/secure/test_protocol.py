@@ -15,6 +15,7 @@ from scipy import stats
 from fedquilt.errors import ProtocolError
 from fedquilt.federation.secure.client import KEY, SecureClient, derive_common_mask, derive_mask
 from fedquilt.federation.secure.integers import get_dtype
+from fedquilt.federation.secure.keys import agree
 from fedquilt.federation.secure.masks import subtract_mask
 from fedquilt.federation.secure.server import SecureServer
 from fedquilt.federation.secure.session import PublicKeys, Roster
@@ -167,20 +168,26 @@ def test_the_server_and_one_client_less_than_the_threshold_cannot_open(neighbors
             recover_secret({x: own[name] for x, own in shares.items()}, session.threshold)
     left = log.hidden[target][0].copy()
     for colluder in bad:  # masks that they share with the target
-        key = derive_common_mask(roster, colluder, log.clients[colluder].mask_seed, target, 0)
+        key = common_mask(log, colluder, target)
         mask = np.zeros_like(left)
         subtract_mask(mask, key)
         left = left + mask if colluder > target else left - mask
     assert is_uniform(left)
     honest = [client for client in near if client not in bad]
     for client in honest:  # with the others' masks only its own one is left, which hides as well
-        key = derive_common_mask(roster, client, log.clients[client].mask_seed, target, 0)
+        key = common_mask(log, client, target)
         mask = np.zeros_like(left)
         subtract_mask(mask, key)
         left = left + mask if client > target else left - mask
     assert is_uniform(left)
     subtract_mask(left, derive_mask(log.clients[target].derive_own_mask(0), roster.digest))
     assert not left.any()  # so these were all masks that it had
+
+
+def common_mask(log, client, other):
+    """The key of a mask in the first ring, as one of the two clients finds it."""
+    common = agree(log.clients[client]._mask_key, log.server.roster.keys[other].mask)
+    return derive_common_mask(common, log.server.roster, client, other, 0)
 
 
 def read_share(log, colluder, target):

@@ -33,6 +33,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
 from fedquilt.errors import ProtocolError
 from fedquilt.federation.secure.integers import Integers, get_dtype
 from fedquilt.federation.secure.keys import (
@@ -42,6 +44,7 @@ from fedquilt.federation.secure.keys import (
     derive_key,
     encrypt,
     get_public_key,
+    load_key,
     make_private_key,
 )
 from fedquilt.federation.secure.masks import add_mask, subtract_mask
@@ -160,7 +163,11 @@ class SecureClient:
         if tuple(sorted(vectors)) != rings:
             raise ProtocolError(f"client {self.number} holds the rings {rings}")
         after = replace(self, sharers=tuple(sorted(sharers)), next_step="reveal")
-        return after, {ring: self._hide(ring, vectors[ring], sharers) for ring in rings}
+        near = {other for ring in rings for other in self.roster.list_neighbors(self.number, ring)}
+        common = {  # one agreement for each pair, whatever the number of rings
+            other: agree(self._mask_key, self.keys[other].mask) for other in near & set(sharers)
+        }
+        return after, {ring: self._hide(ring, vectors[ring], common) for ring in rings}
 
     def reveal(
         self, survivors: Collection[int], encrypted: Mapping[int, bytes]
@@ -229,7 +236,15 @@ class SecureClient:
                 "every step is done once"
             )
 
-    def _hide(self, ring: int, vector: Integers, sharers: Collection[int]) -> Integers:
+    @cached_property
+    def _mask_key(self) -> X25519PrivateKey:
+        return load_key(derive_mask_key(self.session, self.number, self.mask_seed))
+
+    @cached_property
+    def _channel_key(self) -> X25519PrivateKey:
+        return load_key(self.channel_key)
+
+    def _hide(self, ring: int, vector: Integers, common: Mapping[int, bytes]) -> Integers:
         session, digest = self.session, self.roster.digest
         hidden: Integers = vector.astype(get_dtype(session.bits))  # a copy
         if vector.dtype != hidden.dtype or hidden.shape != (session.sizes[ring],):
@@ -237,13 +252,13 @@ class SecureClient:
                 f"ring {ring} has {session.sizes[ring]} integers of {session.bits} bits"
             )
         add_mask(hidden, derive_mask(self.derive_own_mask(ring), digest))
-        for other in self.roster.list_neighbors(self.number, ring) & set(sharers):
-            key = derive_common_mask(self.roster, self.number, self.mask_seed, other, ring)
+        for other in self.roster.list_neighbors(self.number, ring) & common.keys():
+            key = derive_common_mask(common[other], self.roster, self.number, other, ring)
             (add_mask if other > self.number else subtract_mask)(hidden, key)
         return hidden
 
     def _encrypt(self, recipient: int, message: bytes) -> bytes:
-        secret = agree(self.channel_key, self.keys[recipient].channel)
+        secret = agree(self._channel_key, self.keys[recipient].channel)
         key = derive_key(secret, self.roster.digest, "shares", self.number, recipient)
         return encrypt(key, message, self.roster.digest)
 
@@ -251,7 +266,7 @@ class SecureClient:
         """The shares of another client's secrets that it has, by what they are of."""
         message = self.own_shares
         if sender != self.number:
-            secret = agree(self.channel_key, self.keys[sender].channel)
+            secret = agree(self._channel_key, self.keys[sender].channel)
             key = derive_key(secret, self.roster.digest, "shares", sender, self.number)
             message = decrypt(key, encrypted[sender], self.roster.digest)
         return split_shares(message, list_shared(self.roster, sender, self.number))
@@ -272,14 +287,10 @@ def derive_mask(own: bytes, digest: bytes) -> bytes:
     return derive_key(own, digest, "own mask")
 
 
-def derive_common_mask(
-    roster: Roster, client: int, mask_seed: bytes, other: int, ring: int
-) -> bytes:
-    """The key of the mask that two clients share in a ring, from the seed of one of them."""
+def derive_common_mask(common: bytes, roster: Roster, client: int, other: int, ring: int) -> bytes:
+    """The key of the mask that two clients share in a ring, from what they have agreed on."""
     low, high = sorted((client, other))
-    mask_key = derive_mask_key(roster.session, client, mask_seed)
-    secret = agree(mask_key, roster.keys[other].mask)
-    return derive_key(secret, roster.digest, "common mask", low, high, ring)
+    return derive_key(common, roster.digest, "common mask", low, high, ring)
 
 
 def list_shared(roster: Roster, client: int, holder: int) -> list[int]:

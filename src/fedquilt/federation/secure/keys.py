@@ -28,17 +28,21 @@ def make_private_key() -> bytes:
 
 def get_public_key(private: bytes) -> bytes:
     """The public key that belongs to a private one."""
-    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+    return load_key(private).public_key().public_bytes_raw()
 
 
-def agree(private: bytes, public: bytes) -> bytes:
+def load_key(private: bytes) -> X25519PrivateKey:
+    """A private key, ready for agreements with many others."""
+    return X25519PrivateKey.from_private_bytes(private)
+
+
+def agree(own: X25519PrivateKey, public: bytes) -> bytes:
     """The common secret of one's private key and another's public key.
 
     Raises:
         ProtocolError: The public key is one of the few that give everyone the same secret.
     """
     try:
-        own = X25519PrivateKey.from_private_bytes(private)
         return own.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as problem:
         raise ProtocolError(f"a public key is not one of X25519 ({problem})") from problem

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedquilt.errors import ProtocolError
 from fedquilt.federation.secure.client import (
@@ -25,7 +26,7 @@ from fedquilt.federation.secure.client import (
     split_shares,
 )
 from fedquilt.federation.secure.integers import Integers, get_dtype
-from fedquilt.federation.secure.keys import KEY_BYTES, get_public_key
+from fedquilt.federation.secure.keys import KEY_BYTES, agree, get_public_key, load_key
 from fedquilt.federation.secure.masks import add_mask, subtract_mask
 from fedquilt.federation.secure.session import PublicKeys, Roster, Session
 from fedquilt.federation.secure.shamir import recover_secret
@@ -67,6 +68,8 @@ class SecureServer:
         self._encrypted: dict[int, Mapping[int, bytes]] = {}  # by sender, by recipient
         self._totals: dict[int, Integers] = {}  # by ring
         self._sent: set[int] = set()
+        self._common: dict[tuple[int, int], bytes] = {}  # what pairs have agreed on
+        self._recovered: dict[int, X25519PrivateKey] = {}  # keys of clients that were lost
         self._revealed: dict[int, dict[tuple[int, int], bytes]] = {}  # (whose, of what), by sender
 
     def add_keys(self, client: int, keys: PublicKeys) -> None:
@@ -185,17 +188,25 @@ class SecureServer:
             (set(self.sharers) - set(self.survivors)) & set(self.session.rings[ring])
         ):
             near = self.roster.list_neighbors(lost, ring) & alive
-            seed = self._recover_seed(lost) if near else b""
             for client in sorted(near):
-                key = derive_common_mask(self.roster, lost, seed, client, ring)
+                common = self._agree(lost, client)
+                key = derive_common_mask(common, self.roster, lost, client, ring)
                 yield key, lost > client  # as the client has done
 
-    def _recover_seed(self, client: int) -> bytes:
-        seed = self._recover(client, KEY)
-        mask_key = derive_mask_key(self.session, client, seed)
-        if get_public_key(mask_key) != self.roster.keys[client].mask:
-            raise ProtocolError(f"the shares of client {client} do not give its key")
-        return seed
+    def _agree(self, lost: int, client: int) -> bytes:
+        """What a client that was lost has agreed on with another; found once for all rings."""
+        if (lost, client) not in self._common:
+            own = self._recover_key(lost)
+            self._common[lost, client] = agree(own, self.roster.keys[client].mask)
+        return self._common[lost, client]
+
+    def _recover_key(self, client: int) -> X25519PrivateKey:
+        if client not in self._recovered:
+            mask_key = derive_mask_key(self.session, client, self._recover(client, KEY))
+            if get_public_key(mask_key) != self.roster.keys[client].mask:
+                raise ProtocolError(f"the shares of client {client} do not give its key")
+            self._recovered[client] = load_key(mask_key)
+        return self._recovered[client]
 
     def _recover(self, client: int, name: int) -> bytes:
         """A secret of a client, from the shares that others have revealed."""
