@@ -9,7 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from fedquilt import __version__
-from fedquilt.cli import audit, compare, cost, customize, evaluate, report, schema, serve, train, up
+from fedquilt.cli import (
+    audit,
+    compare,
+    cost,
+    customize,
+    evaluate,
+    report,
+    schema,
+    serve,
+    train,
+    up,
+    watch,
+)
 from fedquilt.cli.output import detachable_output
 from fedquilt.cli.wording import speak_options
 from fedquilt.errors import FedquiltError
@@ -70,6 +82,7 @@ for module, command in (
     (cost, cost.cost),
     (customize, customize.customize),
     (serve, serve.serve),
+    (watch, watch.watch),
     (up, up.up),
     (schema, schema.schema),
 ):

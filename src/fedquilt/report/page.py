@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -29,9 +29,11 @@ from fedquilt.formatting import format_percent, format_si
 from fedquilt.learning.metrics import MetricInfo
 from fedquilt.learning.task import CLASSIFICATION
 from fedquilt.methods.method import SIZE_NAMES
-from fedquilt.report import drawing, score_plots, subnet_plots
+from fedquilt.report import drawing, round_plots, score_plots, subnet_plots
+from fedquilt.report.coverage import Coverage
+from fedquilt.report.figure_json import encode_figure
 from fedquilt.report.figures import Figure
-from fedquilt.report.records import LocalTest, Milestone
+from fedquilt.report.records import ClientSummary, LocalTest, Milestone, RoundRecord
 from fedquilt.report.tables import (
     MEANINGS,
     get_cell,
@@ -40,8 +42,18 @@ from fedquilt.report.tables import (
     make_header,
     make_legend,
 )
+from fedquilt.runs.status import RunStatus
+from fedquilt.web.assets import read_asset
 
-TEMPLATE = "report.html.jinja"
+TEMPLATE, PARTS_TEMPLATE = "page.html.jinja", "parts.html.jinja"
+STYLES = (("fedquilt.web", "theme.css"), ("fedquilt.report", "report.css"))
+SCRIPTS = (
+    ("fedquilt.web", "theme.js"),
+    ("fedquilt.report", "plots.js"),
+    ("fedquilt.report", "report.js"),
+)
+MAX_LISTED = 1000  # clients in the data of a report; of more, every k-th is listed
+LISTED = ("clients", "nets", "architectures", "compressions", "local")
 MAX_SLUG = 80  # characters of a figure's file name; the name of a run may be much longer
 
 
@@ -73,6 +85,11 @@ class RunReport:
     size_kind: str = "width"  # what a size is a fraction of
     value_is: str = MEANINGS["value"]  # of which model, on which data
     exceeds_budgets: str | None = None  # how, in a sentence
+    rounds: Sequence[RoundRecord] = ()  # of training
+    evaluations: Sequence[tuple[int, Sequence[SizeScore]]] = ()  # of every size, by round
+    coverage: Coverage | None = None  # how often each part of the model was trained
+    client_summaries: Sequence[ClientSummary] = ()  # a few clients, failing ones first
+    status: RunStatus | None = None  # what the run does now; None: it has not said
 
     @property
     def metric(self) -> MetricInfo:
@@ -81,12 +98,33 @@ class RunReport:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; scores call their values by the metric."""
-        document = asdict(replace(self, scores=(), progress=()))
+        document = asdict(replace(self, scores=(), progress=(), evaluations=(), status=None))
+        del document["status"]  # of a moment, which is over
         document["scores"] = [score.to_json() for score in self.scores]
         document["progress"] = [
             {**vars(milestone), "score": milestone.score.to_json()} for milestone in self.progress
         ]
+        document["evaluations"] = [
+            {"round": round, "scores": [score.to_json() for score in scores]}
+            for round, scores in self.evaluations
+        ]
+        for name in LISTED:
+            if len(document[name]) > MAX_LISTED:
+                document[f"num_{name}"] = len(document[name])
+                document[name] = _thin(document[name])
         return document
+
+
+def _thin(listed: Any) -> Any:
+    """Every k-th of many clients, so that a report does not grow with their number.
+
+    >>> _thin(list(range(2500)))[:3], len(_thin({i: i for i in range(2500)}))
+    ([0, 3, 6], 834)
+    """
+    step = -(-len(listed) // MAX_LISTED)
+    if isinstance(listed, Mapping):
+        return dict(list(listed.items())[::step])
+    return listed[::step]
 
 
 @dataclass(frozen=True)
@@ -106,15 +144,10 @@ class _RunSection:
     sizes: _Table
     notes: Sequence[str]
     domains: _Table
-
-
-@dataclass(frozen=True)
-class _FigureSection:
-    """A figure of the page, with its PNG file in Base64."""
-
-    title: str
-    image: str
-    caption: str
+    clients: _Table
+    status: RunStatus | None
+    slow: Sequence[int]  # clients that are behind the others of their round
+    round: int  # the last one that is done
 
 
 def write_page(folder: Path, reports: Sequence[RunReport]) -> Path:
@@ -123,12 +156,10 @@ def write_page(folder: Path, reports: Sequence[RunReport]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         data = {report.name: report.to_json() for report in reports}
         (folder / "report.json").write_text(json.dumps(data, indent=1))
-        figures = [
-            _draw_figure(figure, folder / f"{number:02d}-{_make_slug(figure.title)}.png")
-            for number, figure in enumerate(_plot_figures(reports))
-        ]
+        for number, figure in enumerate(plot_figures(reports)):
+            drawing.draw_figure(figure, folder / f"{number:02d}-{_make_slug(figure.title)}.png")
         page = folder / "index.html"
-        page.write_text(_render_page(reports, figures), encoding="utf-8", errors="replace")
+        page.write_text(render_page(reports), encoding="utf-8", errors="replace")
     except OSError as problem:
         raise CheckpointError(
             f"the report could not be written to {folder} ({problem})"
@@ -136,11 +167,17 @@ def write_page(folder: Path, reports: Sequence[RunReport]) -> Path:
     return page
 
 
-def _plot_figures(reports: Sequence[RunReport]) -> list[Figure]:
+def plot_figures(reports: Sequence[RunReport]) -> list[Figure]:
+    """All figures about some runs, of what is known about them."""
     scores = {r.name: r.scores for r in reports}
     progress = {r.name: r.progress for r in reports}
     kinds = {SIZE_NAMES[r.size_kind] for r in reports}
     figures = [*score_plots.plot_by_size(scores, kinds), *score_plots.plot_trade_off(scores)]
+    figures = [f for f in figures if any(scores.values())]
+    figures += round_plots.plot_rounds({r.name: r.rounds for r in reports if r.rounds})
+    for report in reports:
+        figures += round_plots.plot_sizes_by_round(report.name, report.evaluations)
+        figures += round_plots.plot_coverage(report.name, report.coverage)
     if any(progress.values()):
         figures += [score_plots.plot_by_time(progress), *score_plots.plot_by_traffic(progress)]
     figures += score_plots.plot_by_round(progress, {r.name: r.local_tests for r in reports})
@@ -164,31 +201,62 @@ def _plot_figures(reports: Sequence[RunReport]) -> list[Figure]:
     return figures
 
 
-def _draw_figure(figure: Figure, path: Path) -> _FigureSection:
-    drawing.draw_figure(figure, path)
-    image = base64.b64encode(path.read_bytes()).decode()
-    return _FigureSection(figure.title, image, figure.caption)
-
-
 def _make_slug(title: str) -> str:
     words = "".join(c if c.isalnum() else " " for c in title.lower()).split()
     return "-".join(words)[:MAX_SLUG]
 
 
-def _render_page(reports: Sequence[RunReport], figures: Sequence[_FigureSection]) -> str:
-    """Renders the page as one file: figures are part of it."""
-    environment = Environment(
+def render_page(
+    reports: Sequence[RunReport], *, source: str | None = None, title: str = "Fedquilt"
+) -> str:
+    """Renders the page: as one file, or as one that follows a server.
+
+    Args:
+        reports: The runs.
+        source: Where the page gets new data; None: it is frozen, and everything is part of it.
+        title: The title of the page.
+    """
+    data = json.dumps([encode_figure(figure) for figure in plot_figures(reports)])
+    return (
+        _make_environment()
+        .get_template(TEMPLATE)
+        .render(
+            title=title,
+            source=source,
+            styles=[read_asset(*style) for style in STYLES],
+            scripts=[read_asset(*script) for script in SCRIPTS],
+            data=data.replace("<", "\\u003c"),  # so that no name ends the script
+            **_collect_parts(reports),
+        )
+    )
+
+
+def render_parts(reports: Sequence[RunReport]) -> dict[str, str]:
+    """The parts of the page that change while runs go, by their names."""
+    module = _make_environment().get_template(PARTS_TEMPLATE).module
+    parts = _collect_parts(reports)
+    return {
+        "runs": str(module.render_runs(parts["runs"])),  # type: ignore[attr-defined]
+        "tables": str(module.render_tables(parts["costs"], parts["targets"])),  # type: ignore[attr-defined]
+    }
+
+
+def _collect_parts(reports: Sequence[RunReport]) -> dict[str, Any]:
+    return {
+        "runs": [_make_run_section(report) for report in reports],
+        "costs": _make_cost_table(reports),
+        "targets": _make_target_table(reports),
+    }
+
+
+@cache
+def _make_environment() -> Environment:
+    return Environment(
         loader=PackageLoader("fedquilt.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    return environment.get_template(TEMPLATE).render(
-        runs=[_make_run_section(report) for report in reports],
-        costs=_make_cost_table(reports),
-        targets=_make_target_table(reports),
-        figures=figures,
     )
 
 
@@ -209,7 +277,38 @@ def _make_run_section(report: RunReport) -> _RunSection:
         notes.append(report.exceeds_budgets)
     facts = ", ".join(f"{name} {value}" for name, value in report.about.items())
     domains = _Table(*make_domain_rows([{**row, "kind": report.size_kind} for row in rows]))
-    return _RunSection(report.name, facts, sizes, notes, domains)
+    done = report.rounds[-1].round if report.rounds else 0
+    clients = _make_client_table(report.client_summaries)
+    status, slow = report.status, find_slow_clients(report.status)
+    return _RunSection(report.name, facts, sizes, notes, domains, clients, status, slow, done)
+
+
+def _make_client_table(clients: Sequence[ClientSummary]) -> _Table:
+    header = ["client", "rounds", "failures", "sent", "last loss", "last problem"]
+    rows = [
+        [
+            f"{c.client}",
+            f"{c.rounds}",
+            f"{c.failures}",
+            format_si(c.bytes, "B"),
+            "-" if c.loss is None else f"{c.loss:.4g}",
+            c.problem,
+        ]
+        for c in clients
+    ]
+    return _Table(header, rows)
+
+
+def find_slow_clients(status: RunStatus | None) -> list[int]:
+    """The clients that have done less than half of what the others at work have, in the median.
+
+    >>> find_slow_clients(RunStatus(working={1: 0.8, 2: 0.9, 3: 0.2}))
+    [3]
+    """
+    if status is None or len(status.working) < 2:
+        return []
+    usual = median(status.working.values())
+    return [client for client, done in status.working.items() if done < usual / 2]
 
 
 def _make_cost_table(reports: Sequence[RunReport]) -> _Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -36,6 +37,90 @@ class LocalTest:
     phase: str
     accuracy: float  # the mean over the round's clients
     clients: int  # how many
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round of training, as it was recorded."""
+
+    round: int
+    phase: str
+    loss: float | None
+    seconds: float | None
+    bytes_down: int
+    bytes_up: int
+    clients: int  # whose updates were merged
+    failures: int
+    epsilon: float | None = None  # spent so far by a private run
+
+
+@dataclass(frozen=True)
+class ClientSummary:
+    """What one client did in all rounds."""
+
+    client: int
+    rounds: int
+    failures: int
+    bytes: int
+    loss: float | None  # the last one
+    problem: str = ""  # the last one
+
+
+@is_known_record
+def read_rounds(directory: RunDirectory) -> list[RoundRecord]:
+    """Every round of training."""
+    seconds = {t["round"]: t["seconds"] for t in read_times(directory) if t["event"] == "RoundDone"}
+    return [
+        RoundRecord(
+            record["round"],
+            record["phase"],
+            record["loss"],
+            seconds.get(record["round"]),
+            record["bytes_down"],
+            record["bytes_up"],
+            record["num_clients"],
+            len(record["failures"]),
+            (record.get("privacy") or {}).get("epsilon"),
+        )
+        for record in read_records(directory)
+        if "scores" not in record
+    ]
+
+
+@is_known_record
+def read_evaluations(directory: RunDirectory) -> list[tuple[int, tuple[SizeScore, ...]]]:
+    """The scores of every size at each evaluation, with the number of its round."""
+    return [
+        (record["round"], tuple(SizeScore.from_json(score) for score in record["scores"]))
+        for record in read_records(directory)
+        if record.get("scores")
+    ]
+
+
+@is_known_record
+def read_client_summaries(directory: RunDirectory, limit: int) -> list[ClientSummary]:
+    """What clients did in all rounds: those that failed most often first, and no more than a limit.
+
+    Clients that never took part are in no record.
+    """
+    rounds: Counter[int] = Counter()
+    failures: Counter[int] = Counter()
+    sent: Counter[int] = Counter()
+    losses: dict[int, float | None] = {}
+    problems: dict[int, str] = {}
+    for record in read_records(directory):
+        for client, size in record.get("sent", {}).items():
+            rounds[int(client)] += 1
+            sent[int(client)] += size
+        losses |= {int(client): loss for client, loss in record.get("losses", {}).items()}
+        for failure in record["failures"]:
+            failures[failure["client"]] += 1
+            problems[failure["client"]] = failure["reason"]
+    order = sorted({*rounds, *failures}, key=lambda c: (-failures[c], -rounds[c], c))
+    return [
+        ClientSummary(c, rounds[c], failures[c], sent[c], losses.get(c), problems.get(c, ""))
+        for c in order[:limit]
+    ]
 
 
 @is_known_record

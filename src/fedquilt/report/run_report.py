@@ -26,18 +26,24 @@ from fedquilt.evaluation.clients import compute_label_divergences, compute_train
 from fedquilt.evaluation.summary import describe_value, get_main_value
 from fedquilt.evaluation.targets import TargetResult, compute_speed_ups, find_reached_targets
 from fedquilt.methods.method import Method
+from fedquilt.report.coverage import compute_coverage
 from fedquilt.report.page import RunReport
 from fedquilt.report.records import (
     filter_last_phase,
+    read_client_summaries,
+    read_evaluations,
     read_last_local_tests,
     read_local_tests,
     read_milestones,
+    read_rounds,
     read_traffic,
 )
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.event_lines import describe_finding, describe_privacy
 from fedquilt.runs.identity import describe_settings
 from fedquilt.runs.run import Run
+
+MAX_CLIENTS = 20  # in the table of clients
 
 
 def build_report(
@@ -56,7 +62,7 @@ def build_report(
     about |= {"selected": run.info.selected} if run.info.selected else {}
     about |= {"made with": ", then ".join(environments)} if environments else {}
     about |= {"health": "; ".join(map(describe_finding, run.findings))} if run.findings else {}
-    recorded = {} if run.directory is None else _read_recorded(run.directory)
+    recorded = {} if run.directory is None else read_recorded(run.directory)
     scores = recorded.pop("scores", ()) or run.scores
     chosen = run.state.chosen_subnets
     budgets = {c.id: c.budget for c in population.clients} if population is not None else {}
@@ -80,6 +86,7 @@ def build_report(
         mean_shares=compute_mean_fractions(run.user_setup, nets),
         rates=compute_keep_rates(run.setup.structure, own),
         layers=compute_layer_costs(run.setup, chosen),
+        coverage=compute_coverage(run.setup.structure, run.read_clients()),
         **recorded,
     )
     if population is None:
@@ -122,7 +129,7 @@ def _list_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[st
             yield f"{prefix}{name} {value}"
 
 
-def _read_recorded(directory: RunDirectory) -> dict[str, Any]:
+def read_recorded(directory: RunDirectory) -> dict[str, Any]:
     """What a run's directory tells of its rounds."""
     return {
         "scores": _read_evaluated(directory),
@@ -130,6 +137,9 @@ def _read_recorded(directory: RunDirectory) -> dict[str, Any]:
         "traffic": read_traffic(directory),
         "local_tests": read_local_tests(directory),
         "local": read_last_local_tests(directory),
+        "rounds": read_rounds(directory),
+        "evaluations": read_evaluations(directory),
+        "client_summaries": read_client_summaries(directory, MAX_CLIENTS),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,6 +31,8 @@ from fedquilt.files import (
     write_sealed,
     write_text,
 )
+from fedquilt.structure.serialization import from_json, to_json
+from fedquilt.structure.structure import Structure
 
 FORMAT_VERSION = 3  # of checkpoints and records; earlier ones are not read
 
@@ -54,6 +57,8 @@ class RunDirectory:
         self.registry_file = self.path / "clients.json"  # where clients are nodes
         self.evaluation_file = self.path / "evaluation.json"
         self.traffic_file = self.path / "traffic.json"
+        self.status_file = self.path / "status.json"  # what it is doing, for those who watch
+        self.structure_file = self.path / "structure.json"  # of the prepared model
         self.lock_file = self.path / "lock"
         self.secret_file = self.path / "secret.key"  # of a private run
 
@@ -170,6 +175,20 @@ class RunDirectory:
                 f"{problem}, and other noise would release the run's rounds a second time; put the "
                 "file back, or start a new run"
             ) from problem
+
+    def write_structure(self, structure: Structure) -> None:
+        """Stores what can be cut in the prepared model, which records of clients refer to."""
+        try:
+            write_text(self.structure_file, json.dumps(to_json(structure)))
+        except OSError as problem:
+            raise CheckpointError(f"{self} cannot hold a run ({problem})") from problem
+
+    def read_structure(self) -> Structure | None:
+        """What ``write_structure`` stored; None if it cannot be read."""
+        try:
+            return from_json(json.loads(self.structure_file.read_text()))
+        except (OSError, KeyError, IndexError, TypeError, ValueError, RecursionError):
+            return None
 
     def read_initial(self) -> dict[str, Tensor]:
         """The first values of the model."""

@@ -35,6 +35,7 @@ from fedquilt.runs.privacy import PrivateRounds
 from fedquilt.runs.run import Run
 from fedquilt.runs.secure_preflight import check_secure
 from fedquilt.runs.selection import Selection
+from fedquilt.runs.status import write_status
 from fedquilt.structure.cut import load_tensors
 from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.serialization import to_plain
@@ -204,11 +205,12 @@ class PreparedRun:
             else directory.hold(resume=self.is_resumed, on_wait=lambda: notify(waiting))
         )
         make_engine = plan.engine or make_local_engine(None)
-        with held:
+        with held, write_status(directory) as more:
             secret = self._find_secret()
             if directory is not None and not self.is_resumed:
                 self._write_settings(directory)
                 directory.write_initial(named_tensors(plan.setup.model))
+                directory.write_structure(self.setup.structure)
             states = None if directory is None else directory.clients
             with closing(make_engine(self.setup, plan.population, states)) as engine:
                 loop = TrainingLoop(
@@ -222,7 +224,7 @@ class PreparedRun:
                         self.setup, plan.method, plan.privacy, plan.secure, plan.attack
                     ),
                     plan.cadence,
-                    callbacks,
+                    (*callbacks, *more),
                     plan.faults,
                     self._save_bundle,
                     plan.available,
