@@ -50,7 +50,8 @@ def compute_coverage(
     if not held:
         return None
     try:
-        rings = find_rings(structure, list(held))  # type: ignore[arg-type]
+        weights = structure.shapes.keys() - structure.statistics
+        rings = find_rings(structure, list(held), weights)  # type: ignore[arg-type]
     except FedquiltError:  # clients that hold a cell twice
         return None
     total = sum(ring.num_cells for ring in rings) or 1

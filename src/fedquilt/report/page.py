@@ -32,7 +32,7 @@ from fedquilt.methods.method import SIZE_NAMES
 from fedquilt.report import drawing, round_plots, score_plots, subnet_plots
 from fedquilt.report.coverage import Coverage
 from fedquilt.report.figure_json import encode_figure
-from fedquilt.report.figures import Figure
+from fedquilt.report.figures import Figure, Lines
 from fedquilt.report.records import ClientSummary, LocalTest, Milestone, RoundRecord
 from fedquilt.report.tables import (
     MEANINGS,
@@ -172,12 +172,13 @@ def plot_figures(reports: Sequence[RunReport]) -> list[Figure]:
     scores = {r.name: r.scores for r in reports}
     progress = {r.name: r.progress for r in reports}
     kinds = {SIZE_NAMES[r.size_kind] for r in reports}
-    figures = [*score_plots.plot_by_size(scores, kinds), *score_plots.plot_trade_off(scores)]
-    figures = [f for f in figures if any(scores.values())]
-    figures += round_plots.plot_rounds({r.name: r.rounds for r in reports if r.rounds})
+    figures = round_plots.plot_rounds({r.name: r.rounds for r in reports if r.rounds})
     for report in reports:
         figures += round_plots.plot_sizes_by_round(report.name, report.evaluations)
         figures += round_plots.plot_coverage(report.name, report.coverage)
+    if any(scores.values()):
+        figures += score_plots.plot_by_size(scores, kinds)
+        figures += score_plots.plot_trade_off(scores)
     if any(progress.values()):
         figures += [score_plots.plot_by_time(progress), *score_plots.plot_by_traffic(progress)]
     figures += score_plots.plot_by_round(progress, {r.name: r.local_tests for r in reports})
@@ -198,7 +199,7 @@ def plot_figures(reports: Sequence[RunReport]) -> list[Figure]:
         figures += subnet_plots.plot_by_layer(name, report.architectures, report.distances)
         figures += subnet_plots.plot_keep_rates(name, report.rates)
         figures += subnet_plots.plot_layer_costs(name, report.layers)
-    return figures
+    return [f for f in figures if not isinstance(f, Lines) or any(f.curves.values())]
 
 
 def _make_slug(title: str) -> str:

@@ -39,7 +39,7 @@ def plot_rounds(runs: Mapping[str, Sequence[RoundRecord]]) -> list[Figure]:
         figures.append(_plot(runs, title, "clients", lambda r: float(r.failures)))
     if any(r.epsilon is not None for rounds in runs.values() for r in rounds):
         figures.append(_plot(runs, "Privacy spent by round", "ε so far", lambda r: r.epsilon))
-    return [f for f in figures if isinstance(f, Lines) and any(f.curves.values())]
+    return figures
 
 
 def _sum_bytes(rounds: Sequence[RoundRecord]) -> list[tuple[float, float]]:
@@ -92,7 +92,7 @@ def plot_coverage(name: str, coverage: Coverage | None) -> list[Figure]:
     if coverage is None:
         return []
     parts = coverage.parts[:MAX_PARTS]
-    labels = [f"{100 * part.share:.3g}% of weights" for part in parts]
+    labels = [f"{100 * part.share:.3g}%" for part in parts]
     left_out = len(coverage.parts) - len(parts)
     rest = f" {left_out} parts that were trained less often are left out." if left_out else ""
     return [
@@ -101,7 +101,7 @@ def plot_coverage(name: str, coverage: Coverage | None) -> list[Figure]:
             "clients per round",
             tuple(labels),
             {name: [part.trained for part in parts]},
-            caption="A part is what the same clients hold. Counted over the last "
-            f"{coverage.rounds} rounds.{rest}",
+            caption="A part is what the same clients hold, named by its share of all weights. "
+            f"Counted over {coverage.rounds} rounds.{rest}",
         )
     ]
