@@ -15,8 +15,11 @@ from pathlib import Path
 from PIL import Image
 
 import browser as driver
+from fedquilt.report.runs import write_report
 from fedquilt.runs.from_config import open_configured_run
 from fedquilt.serve import ServedModel, create_app
+from fedquilt.watch import RunWatcher
+from fedquilt.watch import create_app as create_watch
 from fedquilt.web.access import Access
 from fedquilt.web.listen import run_in_background
 
@@ -64,14 +67,39 @@ def picture_serve(browser: driver.Browser, folder: Path) -> None:
         take_picture(browser, "serve")
 
 
+def picture_watch(browser: driver.Browser, folder: Path) -> None:
+    """The page that follows runs, its upper part."""
+    with run_in_background(create_watch(RunWatcher([folder])), LOCAL) as address:
+        browser.resize(WIDTH, 1150)
+        browser.open(f"{address}?run=heterofl&run=splitmix")
+        browser.wait("document.body.dataset.figures > 0")
+        browser.wait("document.querySelectorAll('.plot svg').length > 3")
+        take_picture(browser, "watch", full=False)
+
+
+def picture_report(browser: driver.Browser, folders: list[Path], out: Path) -> None:
+    """A report of two runs, on a phone in the dark, scrolled to a figure."""
+    page = write_report([open_configured_run(folder) for folder in folders], out, clients=False)
+    browser.prefer("dark")
+    browser.resize(720, 900)
+    browser.open(page.as_uri())
+    browser.wait("document.querySelectorAll('.plot svg').length > 3")
+    browser.run("document.querySelectorAll('.plot')[3].scrollIntoView()")
+    take_picture(browser, "report", full=False)
+    browser.prefer("light")
+
+
 def main() -> None:
     """Trains, opens, and takes pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary, driver.open_browser() as browser:
-        _, splitmix = train_runs(options.runs or Path(temporary))
-        picture_serve(browser, splitmix)
+        folder = options.runs or Path(temporary) / "runs"
+        runs = train_runs(folder)
+        picture_serve(browser, runs[-1])
+        picture_watch(browser, folder)
+        picture_report(browser, runs, Path(temporary) / "report")
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def tree() -> Callable[[Path], dict[str, bytes]]:
         return {
             str(p.relative_to(folder)): p.read_bytes()
             for p in sorted(folder.rglob("*"))
-            if p.is_file() and p.name != "timing.jsonl"
+            if p.is_file() and p.name not in ("timing.jsonl", "status.json")
         }
 
     return read

@@ -11,6 +11,7 @@ from fedquilt.evaluation.clients import ClientRecord
 from fedquilt.federation.rings import find_rings
 from fedquilt.structure.structure import Structure
 
+NEGLIGIBLE = 1e-4  # of all cells: counters of normalization layers, which are not trained
 MAX_HOLDINGS = 64  # different sets of subnets that parts are told apart by
 
 
@@ -59,6 +60,6 @@ def compute_coverage(
     parts = [
         PartCoverage(ring.num_cells / total, count / counted, int(count))
         for ring, count in zip(rings, times, strict=True)
-        if ring.num_cells
+        if ring.num_cells > (0 if count else NEGLIGIBLE * total)
     ]
     return Coverage(tuple(sorted(parts, key=lambda part: -part.times)), counted)

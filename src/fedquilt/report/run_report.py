@@ -50,18 +50,7 @@ def build_report(
     name: str, run: Run, population: Population | None = None, *, workers: int | None = None
 ) -> RunReport:
     """The story of a finished run; with its population, client by client too."""
-    about: dict[str, Any] = {
-        "method": describe_method(run.method),
-        "rounds": run.setup.rounds,
-        "seed": run.seed,
-    }
-    about |= {"privacy": describe_privacy(run.info.privacy)} if run.info.privacy else {}
-    environments = [
-        " ".join(f"{k} {v}" for k, v in sorted(e.items())) for e in run.info.environments
-    ]
-    about |= {"selected": run.info.selected} if run.info.selected else {}
-    about |= {"made with": ", then ".join(environments)} if environments else {}
-    about |= {"health": "; ".join(map(describe_finding, run.findings))} if run.findings else {}
+    about = _describe_run(run)
     recorded = {} if run.directory is None else read_recorded(run.directory)
     scores = recorded.pop("scores", ()) or run.scores
     chosen = run.state.chosen_subnets
@@ -101,6 +90,23 @@ def build_report(
         compressions=small,
         correlation=compute_correlation(small),
     )
+
+
+def _describe_run(run: Run) -> dict[str, Any]:
+    """What the page says about a run in a line."""
+    about: dict[str, Any] = {
+        "method": describe_method(run.method),
+        "rounds": run.setup.rounds,
+        "seed": run.seed,
+    }
+    about |= {"privacy": describe_privacy(run.info.privacy)} if run.info.privacy else {}
+    environments = [
+        " ".join(f"{k} {v}" for k, v in sorted(e.items())) for e in run.info.environments
+    ]
+    about |= {"selected": run.info.selected} if run.info.selected else {}
+    about |= {"made with": ", then ".join(environments)} if environments else {}
+    about |= {"health": "; ".join(map(describe_finding, run.findings))} if run.findings else {}
+    return about
 
 
 def describe_method(method: Method) -> str:

@@ -109,7 +109,9 @@ class StatusWriter:
         self._write(at_once=isinstance(event, RoundStarted | RoundDone | Evaluated))
 
     def close(self, state: str) -> None:
-        """Says how the run has ended."""
+        """Says how the run has ended, unless it was refused before its first round."""
+        if not self._status.total:
+            return
         self._status = replace(self._status, state=state, working={})
         self._write(at_once=True)
 

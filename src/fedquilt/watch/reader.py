@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,13 @@ def _describe_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_size_kind(settings: Mapping[str, Any]) -> str:
-    method = METHODS.get(str(settings.get("method", {}).get("name", "")))
-    kind = getattr(method, "size_kind", "width")
-    return kind if isinstance(kind, str) else "width"
+    """What the sizes of a run are fractions of, as its method says."""
+    given = dict(settings.get("method", {}))
+    method = METHODS.get(str(given.pop("name", "")))
+    if method is None:
+        return "width"
+    known = {field.name for field in fields(method)}
+    try:
+        return str(method(**{n: v for n, v in given.items() if n in known}).size_kind)
+    except (FedquiltError, TypeError, ValueError):
+        return "width"
