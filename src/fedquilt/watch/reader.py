@@ -181,7 +181,7 @@ def _find_size_kind(settings: Mapping[str, Any]) -> str:
     method = METHODS.get(str(given.pop("name", "")))
     if method is None:
         return "width"
-    known = {field.name for field in fields(method)}
+    known = {field.name for field in fields(method)}  # type: ignore[arg-type]
     try:
         return str(method(**{n: v for n, v in given.items() if n in known}).size_kind)
     except (FedquiltError, TypeError, ValueError):
