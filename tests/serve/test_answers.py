@@ -148,6 +148,19 @@ def test_raw_outputs_are_given_where_the_task_has_no_classes():
     assert [label for label, _ in many["top"]] == list(range(199, 189, -1))
 
 
+def test_a_regression_answers_with_what_its_model_says(serve):
+    x = torch.linspace(-1, 1, 24).view(12, 2)
+    clients = fq.make_clients((x, x.sum(1, keepdim=True)), count=2)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+    run = fq.train(model, x[:1], "fedavg", clients, 1, loss="mse", workers=0)
+    answer = ask(serve(run), {"inputs": x[:3].tolist()}).json()
+    assert answer["task"] == "mse"
+    with torch.no_grad():
+        expected = run.customize()(x[:3])
+    told = torch.tensor([p["output"] for p in answer["predictions"]])
+    torch.testing.assert_close(told, expected)
+
+
 def test_limits_choose_the_largest_size_within_all_of_them(narrow_run):
     model = ServedModel.from_run(narrow_run)
     full, half, quarter = model.sizes
