@@ -68,7 +68,9 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def open(self, address):
-        """Opens a page."""
+        """Opens a page; what an earlier one complained about is forgotten."""
+        self.driver.get("about:blank")
+        self.driver.get_log("browser")
         self.driver.get(str(address))
 
     def find(self, selector):
