@@ -1017,8 +1017,9 @@ def test_clients_test_their_own_models_and_the_report_tells(tmp_path):
     result = fedquilt("report", *runs.values(), *targets, "--out", page, "--workers", "0")
     assert result.code == 0, result.err
     text = (page / "index.html").read_text()
-    for words in ("Rounds to an accuracy", "In the mean over clients", "Sampling rates of adds"):
+    for words in ("Rounds to a target", "In the mean over clients"):
         assert f"<h3>{words}" in text
+    assert '"title": "Sampling rates of adds"' in text
     data = json.loads((page / "report.json").read_text())
     for name, folder in runs.items():
         lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
