@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from fedquilt.devices import CPU
 from fedquilt.engines.engine import Engine, ignore_progress
-from fedquilt.errors import CheckpointError, CorruptFileError, TrainingError
+from fedquilt.errors import TrainingError
 from fedquilt.evaluation.accuracy import SizeScore, evaluate
 from fedquilt.evaluation.clients import ClientRecord
-from fedquilt.federation.client import Failure, Task, derive_seed
+from fedquilt.federation.client import Task, derive_seed
 from fedquilt.federation.hostile import Attack
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Phase, Setup, State, sample_cohort
 from fedquilt.methods.method import Method
-from fedquilt.runs import checkpoint
 from fedquilt.runs.accounting import RoundAccounting, count_subnet_bytes
 from fedquilt.runs.attacks import measure_backdoor
 from fedquilt.runs.checkpoint import Checkpoint
@@ -28,8 +26,6 @@ from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.environment import Environment, describe_environment_change, read_environment
 from fedquilt.runs.events import (
     Callback,
-    CheckpointDamaged,
-    CheckpointSaved,
     ClientProgress,
     EnvironmentChanged,
     Evaluated,
@@ -46,20 +42,13 @@ from fedquilt.runs.phases import count_rounds, find_phase, require_same_rounds
 from fedquilt.runs.policies import Cadence, FaultPolicy
 from fedquilt.runs.privacy import PrivateRounds, require_same_privacy
 from fedquilt.runs.record_format import encode_event, expand_record
-from fedquilt.runs.records import Records, read_records
+from fedquilt.runs.saved_run import Position, SavedRun
 from fedquilt.runs.secure_preflight import make_secure
-from fedquilt.runs.selection import Selection, SelectionProgress, compute_score
+from fedquilt.runs.selection import Selection
+from fedquilt.runs.selector import ModelSelector
 from fedquilt.training.local_test import WithLocalTest
 
 HEALTH_CHECK_EVERY, EARLY_ROUNDS = 5, 10  # rounds; of the first ones, each is checked
-
-
-@dataclass(frozen=True, eq=False)
-class Position:
-    """Where training continues, and whether the round before was evaluated."""
-
-    checkpoint: Checkpoint
-    is_evaluated: bool
 
 
 @dataclass(eq=False)
@@ -109,13 +98,11 @@ class TrainingLoop:
         if self.secure is not None:
             self._aggregations = make_secure(self._aggregations, self.secure)
         self._client_exchange = make_exchange(self.setup, self.secure, self.attack)
-        directory = self.directory
-        self._records = None if directory is None else Records(directory)
-        self._states = None if directory is None else directory.client_states
+        self._saved = SavedRun(self.directory, self.fingerprint, self.engine, self._notify)
+        self._selector = ModelSelector(self.selection, self.setup, self.method, self.validators)
         self._history: list[Record] = []
         self._clients: list[tuple[ClientRecord, ...]] = []
         self._reported: set[tuple[str, tuple[int, ...]]] = set()
-        self._progress = SelectionProgress()
         self.num_trained = 0  # rounds that are done
 
     @property
@@ -148,7 +135,7 @@ class TrainingLoop:
     def train_from(self, position: Position) -> tuple[State, tuple[SizeScore, ...]]:
         """Trains to the last round; returns the finished state and its scores."""
         done = position.checkpoint
-        self._progress = done.selection
+        self._selector.progress = done.selection
         last_saved = done.state.round
         total = self._count_rounds(done.state)
         try:
@@ -156,44 +143,35 @@ class TrainingLoop:
                 not position.is_evaluated
             ):  # stopped after the round, before its evaluation was recorded
                 self._evaluate_if_due(done.state, total)
-            while done.state.round < total and not self._progress.is_stopped(self.selection):
+            while done.state.round < total and not self._selector.is_stopped:
                 done = self._run_round(
                     done.state, find_phase(done.state.round, self.method, self.setup)
                 )
                 self._evaluate_if_due(done.state, total)
-                is_last = self._progress.is_stopped(self.selection)
-                if is_last or self._is_due(self.cadence.checkpoint_every, done.state.round, total):
+                is_due = self._is_due(self.cadence.checkpoint_every, done.state.round, total)
+                if is_due or self._selector.is_stopped:
                     self._save(done)
                     last_saved = done.state.round
-                self._remove_old_states(done)
+                self._saved.remove_old_states(replace(done, selection=self._selector.progress))
         except (KeyboardInterrupt, TrainingError):
             if done.state.round > last_saved:
                 self._save(done)
             raise
         self.num_trained = done.state.round
         if done.state.round < total:
-            progress = self._progress
+            progress = self._selector.progress
             self._notify(StoppedEarly(done.state.round, progress.num_worse, progress.best_round))
         return self._evaluate(self._select(done), is_final=True)
 
     def _select(self, done: Checkpoint) -> State:
         """The state that is kept, with the clients' states that belong to it."""
-        best = self._progress.best
-        if self.selection.keep == "last" or best is None or best.state.round == done.state.round:
-            return done.state
-        if best.client_versions or done.client_versions:
-            used = [done.client_versions, best.client_versions, *self._list_saved_versions()]
+        kept = self._selector.select(done)
+        if kept.state is not done.state and (kept.client_versions or done.client_versions):
+            used = self._saved.list_used_versions(replace(done, selection=self._selector.progress))
             clients = {client for versions in used for client in versions}
             latest = {c: max(versions.get(c, 0) for versions in used) for c in clients}
-            self.engine.restore(best.client_versions, after=latest)
-        return best.state
-
-    def _compares(self, state: State) -> bool:
-        """Whether the model after a round is one that can be selected: of the last phase."""
-        if not self.selection.is_on or not state.round:
-            return False
-        *_, last = (p for p in self.method.phases(self.setup) if not p.is_closing)
-        return find_phase(state.round - 1, self.method, self.setup).name == last.name
+            self.engine.restore(kept.client_versions, after=latest)
+        return kept.state
 
     def _count_rounds(self, state: State) -> int:
         """The number of the last round; a private run ends where its budget does."""
@@ -318,7 +296,7 @@ class TrainingLoop:
 
         ``train_from`` does the final evaluation, of the model that is kept.
         """
-        is_between = state.round < total or self._compares(state)
+        is_between = state.round < total or self._selector.compares(state)
         if is_between and self._is_due(self.cadence.evaluate_every, state.round, total):
             self._evaluate(state, is_final=False)
 
@@ -342,14 +320,17 @@ class TrainingLoop:
         scores = measure_backdoor(
             self.attack, self.engine, find_scores(engine=self.engine), find_scores
         )
-        is_compared = not is_final and self._compares(state)
-        validation = self._validate(finished, failures) if is_compared else None
+        is_compared = not is_final and self._selector.compares(state)
+        validation = None
+        if is_compared:
+            validation = self._selector.score(
+                finished, self.engine, self._find_available(), failures.append
+            )
         if not is_final and self.engine.client_versions() != versions:
             self.engine.restore(versions)  # training continues from the states before
-        progress = self._progress
+        progress = self._selector.progress
         if is_compared:
-            metric = self.setup.task.metric
-            progress = progress.compare(self.selection, state, versions, validation, metric)
+            progress = self._selector.compare(progress, state, versions, validation)
         done = Evaluated(
             finished.round,
             scores,
@@ -358,40 +339,16 @@ class TrainingLoop:
             sum(accounting.bytes_up for accounting in closings),
             is_final,
             time.perf_counter() - started,
-            {
-                client: scale
-                for accounting in closings
-                for client, scale in accounting.scales.items()
-            },
+            dict(pair for accounting in closings for pair in accounting.scales.items()),
             secure=next((one.secure for one in reversed(closings) if one.secure), None),
             validation=validation,
             best_round=progress.best_round if self.selection.is_on else None,
         )
-        self._record(
-            replace(
-                done,
-                findings=self._find_problems(
-                    [*self._history, encode_event(done, self.setup.structure)]
-                ),
-            )
-        )
-        self._progress = progress  # after it is recorded: ``restore`` compares what is recorded
+        records = [*self._history, encode_event(done, self.setup.structure)]
+        self._record(replace(done, findings=self._find_problems(records)))
+        self._selector.progress = progress  # after it is recorded, see ``compare_recorded``
         self._report_problems(finished.round)
         return finished, scores
-
-    def _validate(self, finished: State, failures: list[Failure]) -> float | None:
-        """The score of a finished state by which models are selected."""
-        scores = evaluate(
-            self.setup,
-            self.method,
-            finished,
-            self.engine,
-            has_server_test=False,
-            testers=tuple(c for c in self.validators if c in self._find_available()),
-            on_failure=failures.append,
-            split="validation",
-        )
-        return compute_score(scores, self.selection.over)
 
     def _find_problems(self, records: Sequence[Record]) -> tuple[Finding, ...]:
         """What the records show about the health of the run."""
@@ -409,103 +366,29 @@ class TrainingLoop:
                 self._notify(ProblemFound(round, finding))
 
     def _save(self, done: Checkpoint) -> None:
-        if self.directory is None or self._states is None or self._records is None:
-            return
-        try:  # files that the checkpoint names are on the disk before it is
-            best = self._progress.best
-            if best is not None:
-                self._states.sync(best.client_versions)
-            self._states.sync(done.client_versions)
-            done = replace(
-                done,
-                environments=self.environments,
-                records=self._records.mark(done.state.round),
-                selection=self._progress,
-            )
-        except OSError as problem:
-            raise CheckpointError(
-                f"the files of round {done.state.round} could not be written to {self.directory} "
-                f"({problem}); make room and resume"
-            ) from problem
-        path = checkpoint.save_checkpoint(self.directory.checkpoints, done, self.fingerprint)
-        self._notify(CheckpointSaved(done.state.round, path))
-
-    def _remove_old_states(self, done: Checkpoint) -> None:
-        """Removes client states that neither this round nor a checkpoint needs."""
-        if done.client_versions:
-            best = self._progress.best
-            kept = [done.client_versions, *([] if best is None else [best.client_versions])]
-            self.engine.remove_unused(*kept, *self._list_saved_versions())
-
-    def _list_saved_versions(self) -> list[dict[int, int]]:
-        """The versions of clients' states that checkpoints need."""
-        directory = self.directory
-        saved = [] if directory is None else checkpoint.list_checkpoints(directory.checkpoints)
-        return [versions for path in saved for versions in checkpoint.list_client_versions(path)]
+        self._saved.save(
+            replace(done, environments=self.environments, selection=self._selector.progress)
+        )
 
     def restore(self) -> Position:
         """The position of the newest good checkpoint; the start if there is none at all.
 
         Everything later is removed from the directory.
         """
-        position = self._find_position()
-        assert self.directory is not None
-        self._history.extend(read_records(self.directory))
-        return self._compare_recorded(position)
+        position = self._saved.find_position(self._require_same)
+        self._history.extend(self._saved.read_records())
+        if position is None:
+            return self.start()
+        done = position.checkpoint
+        self._compare_environment(done)
+        if position.is_evaluated:
+            done = self._selector.compare_recorded(done, self._history[-1] if self._history else {})
+        return replace(position, checkpoint=done)
 
-    def _compare_recorded(self, position: Position) -> Position:
-        """Compares the model of an evaluation that was recorded, if the checkpoint has not."""
-        done, progress = position.checkpoint, position.checkpoint.selection
-        last = self._history[-1] if self._history else {}
-        if not position.is_evaluated or progress.round == done.state.round:
-            return position
-        if "validation" in last and self._compares(done.state):
-            progress = progress.compare(
-                self.selection,
-                done.state,
-                done.client_versions,
-                last["validation"],
-                self.setup.task.metric,
-            )
-        return replace(position, checkpoint=replace(done, selection=progress))
-
-    def _find_position(self) -> Position:
-        assert self.directory is not None
-        assert self._records is not None
-        checkpoint.remove_leftovers(self.directory.checkpoints)
-        paths = checkpoint.list_checkpoints(self.directory.checkpoints)
-        damaged: dict[Path, CorruptFileError] = {}
-        for path in reversed(paths):
-            try:
-                restored = checkpoint.load_checkpoint(path, self.fingerprint)
-                require_same_rounds(restored.state, self.method, self.setup)
-                require_same_privacy(restored.state, is_private=self.privacy is not None)
-                self.engine.restore(restored.client_versions)
-                is_evaluated = self._records.cut_back(restored.records, restored.state.round)
-            except CorruptFileError as problem:
-                damaged[path] = problem
-                continue
-            self._progress = restored.selection
-            self._remove_damaged(damaged, restored)
-            self._remove_old_states(restored)
-            self._compare_environment(restored)
-            return Position(restored, is_evaluated)
-        if paths:
-            newest, *_ = damaged.values()
-            raise CheckpointError(
-                f"{newest} (no other checkpoint can be used; if nothing can be restored, start "
-                "the run anew in another directory)"
-            ) from newest
-        self._records.cut_back()
-        return self.start()  # stopped before the first checkpoint
-
-    def _remove_damaged(
-        self, damaged: Mapping[Path, CorruptFileError], restored: Checkpoint
-    ) -> None:
-        """Reports and removes damaged checkpoints, which later ones would be confused with."""
-        for path, problem in damaged.items():
-            self._notify(CheckpointDamaged(restored.state.round, str(problem)))
-            checkpoint.remove_checkpoint(path)
+    def _require_same(self, restored: Checkpoint) -> None:
+        """Refuses a checkpoint of a run with other rounds, or with another kind of privacy."""
+        require_same_rounds(restored.state, self.method, self.setup)
+        require_same_privacy(restored.state, is_private=self.privacy is not None)
 
     def _compare_environment(self, restored: Checkpoint) -> None:
         """Takes over the environments of the run so far, and reports a change of it."""
@@ -521,7 +404,5 @@ class TrainingLoop:
         record = encode_event(event, self.setup.structure)
         timing = {"round": event.round, "event": type(event).__name__, "seconds": event.seconds}
         self._history.append(expand_record(record))
-        if self._records is not None:
-            self._records.add(record, timing)
-        elif isinstance(event, RoundDone):
+        if not self._saved.add_record(record, timing) and isinstance(event, RoundDone):
             self._clients.append(event.clients)
