@@ -28,7 +28,8 @@ from fedquilt.data.population import Population, make_clients
 from fedquilt.engines.engine import Engine
 from fedquilt.engines.local import LocalEngine
 from fedquilt.errors import FedquiltError, UpdateError
-from fedquilt.evaluation.accuracy import SizeScore, evaluate
+from fedquilt.evaluation.accuracy import evaluate
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.federation.aggregation import (
     AGGREGATORS,
     SERVER_OPTIMIZERS,
@@ -76,9 +77,12 @@ from fedquilt.federation.hostile import (
 from fedquilt.federation.privacy import Accountant, Privacy, PrivacySpent
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.learning.known_metrics import METRICS
 from fedquilt.learning.losses import LOSSES, BatchLoss, Loss
-from fedquilt.learning.metrics import METRICS, Metric, MetricInfo, TorchMetric, metric
+from fedquilt.learning.metric import Metric, MetricInfo
+from fedquilt.learning.metrics import metric
 from fedquilt.learning.task import LearningTask
+from fedquilt.learning.torch_metric import TorchMetric
 from fedquilt.methods import (
     ADDS,
     APFL,

@@ -420,9 +420,10 @@ NAN = np.full((9, 2), np.nan, dtype=np.float32)
     [
         ({"y_train": np.zeros(8, int)}, "x_train and y_train.*9 inputs and 8 labels"),
         ({"y_test": np.zeros(4, int)}, "x_test and y_test.*3 inputs and 4 labels"),
-        ({"y_train": np.zeros(9)}, "y_train must hold integers, 'a' has float64"),
-        ({"y_train": np.array(["cat"] * 9)}, "y_train must hold integers, 'a' has <U3"),
-        ({"y_train": np.zeros((9, 1), int)}, r"y_train must be 1-D.*\(9, 1\)"),
+        (
+            {"y_train": np.array(["cat"] * 9)},
+            "y_train must hold a class number or .* has <U3",
+        ),
         ({"y_train": np.arange(9) - 1}, "y_train must hold class numbers from 0.*-1 to 7"),
         ({"y_train": np.arange(9) + 99_992}, "y_train must hold class numbers.*to 100000"),
         ({"y_train": np.full(9, 2**64 - 1, np.uint64)}, "y_train must hold class numbers"),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import Summary, find_common_score, get_main_value, summarize
 from fedquilt.learning.task import CLASSIFICATION
 

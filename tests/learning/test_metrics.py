@@ -13,7 +13,8 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.learning.metrics import METRICS, make_metrics
+from fedquilt.learning.known_metrics import METRICS
+from fedquilt.learning.metrics import make_metrics
 from fedquilt.learning.task import LearningTask, make_task
 
 CUTS = st.lists(st.integers(1, 59), max_size=9, unique=True).map(sorted)

@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 import pytest
 from matplotlib import cbook
 
-from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.architectures import (
     Architecture,
     ClientNet,
@@ -23,6 +22,7 @@ from fedquilt.evaluation.architectures import (
     compute_mean_costs,
 )
 from fedquilt.evaluation.clients import ClientScore
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.targets import TargetResult
 from fedquilt.report import drawing, figures, score_plots, subnet_plots
 from fedquilt.report.page import RunReport, write_page

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.federation.client import Failure
 from fedquilt.report.progress import ProgressBar, ProgressState, render_progress
 from fedquilt.runs.event_lines import describe_event

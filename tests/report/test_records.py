@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.report.records import (
     LocalTest,
     Milestone,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fedquilt as fq
-from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.targets import TargetResult
 from fedquilt.report.page import RunReport
 from fedquilt.report.records import LocalTest, Milestone

@@ -15,7 +15,7 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.engines.client_state import read_client_state
 from fedquilt.errors import ConfigError
-from fedquilt.learning.metrics import MetricInfo
+from fedquilt.learning.metric import MetricInfo
 from fedquilt.runs.event_lines import describe_event
 from fedquilt.runs.events import StoppedEarly
 from fedquilt.runs.selection import SelectionProgress, compute_score

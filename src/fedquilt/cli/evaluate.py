@@ -21,7 +21,7 @@ from fedquilt.cli.options import (
 )
 from fedquilt.cli.scores import make_score_document, show_scores
 from fedquilt.errors import ConfigError
-from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.runs.from_config import load_clients, open_configured_run
 from fedquilt.runs.run import Run
 from fedquilt.training.attack import PGD

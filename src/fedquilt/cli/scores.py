@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from fedquilt.cli.console import make_console, print_json, print_lines
-from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.accuracy import compute_ensemble_cost as price_of
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import describe_value, summarize
 from fedquilt.report import tables
 from fedquilt.report.records import read_traffic

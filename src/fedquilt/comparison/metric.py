@@ -8,9 +8,9 @@ from numbers import Real
 
 from fedquilt.comparison.results import Scores, TrialResult
 from fedquilt.errors import ConfigError, describe_unknown
-from fedquilt.evaluation.accuracy import name_in_json
+from fedquilt.evaluation.scores import name_in_json
 from fedquilt.evaluation.summary import SCORES
-from fedquilt.learning.metrics import MetricInfo
+from fedquilt.learning.metric import MetricInfo
 from fedquilt.learning.task import CLASSIFICATION
 
 LOWER_IS_BETTER = ("loss", "perplexity")

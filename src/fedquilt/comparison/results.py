@@ -9,7 +9,8 @@ from typing import Any
 from fedquilt.comparison.outcomes import record_outcomes
 from fedquilt.comparison.spending import Spending, SpendingMeter
 from fedquilt.errors import CorruptFileError
-from fedquilt.evaluation.accuracy import SizeScore, compute_ensemble_cost
+from fedquilt.evaluation.accuracy import compute_ensemble_cost
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.federation.client import Client
 from fedquilt.runs.record_format import decode_clients
 from fedquilt.runs.records import read_records

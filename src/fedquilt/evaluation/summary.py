@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedquilt.evaluation.accuracy import SizeScore, name_in_json
+from fedquilt.evaluation.scores import SizeScore, name_in_json
 from fedquilt.federation.state import Setup
-from fedquilt.learning.metrics import MetricInfo
+from fedquilt.learning.metric import MetricInfo
 from fedquilt.methods.method import Method, shares_weights
 
 SCORES = ("value", "user_value", "local_value")  # preferred first: on held-out data, if there are

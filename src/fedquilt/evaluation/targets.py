@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fedquilt.errors import ConfigError
-from fedquilt.learning.metrics import MetricInfo
+from fedquilt.learning.metric import MetricInfo
 from fedquilt.learning.task import CLASSIFICATION
 
 Curve = Iterable[tuple[int, float | None]]  # rounds, and values where they are known

@@ -10,16 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from fedquilt.errors import ConfigError, FedquiltError
+from fedquilt.learning.known_metrics import METRICS
 from fedquilt.learning.losses import CROSS_ENTROPY, Loss, make_loss
-from fedquilt.learning.metrics import (
-    METRICS,
-    Metric,
-    MetricInfo,
-    compute_value,
-    flatten_sums,
-    list_numbers,
-    make_metrics,
-)
+from fedquilt.learning.metric import Metric, MetricInfo
+from fedquilt.learning.metrics import compute_value, flatten_sums, list_numbers, make_metrics
 from fedquilt.structure.tensors import map_tensors
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fedquilt.errors import CheckpointError
-from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.architectures import (
     Architecture,
     ClientNet,
@@ -23,10 +22,11 @@ from fedquilt.evaluation.architectures import (
     LayerCost,
 )
 from fedquilt.evaluation.clients import ClientScore
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import get_main_value, summarize
 from fedquilt.evaluation.targets import TargetResult
 from fedquilt.formatting import format_percent, format_si
-from fedquilt.learning.metrics import MetricInfo
+from fedquilt.learning.metric import MetricInfo
 from fedquilt.learning.task import CLASSIFICATION
 from fedquilt.methods.method import SIZE_NAMES
 from fedquilt.report import drawing, round_plots, score_plots, subnet_plots

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
-from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import get_main_value
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.records import is_known_record, read_records, read_times

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import find_common_score, get_main_value, name_score
 from fedquilt.report.coverage import Coverage
 from fedquilt.report.figures import Bars, Figure, Lines

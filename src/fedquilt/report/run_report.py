@@ -9,7 +9,6 @@ from typing import Any
 
 from fedquilt.data.population import Population
 from fedquilt.errors import CorruptFileError
-from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.architectures import (
     compute_client_nets,
     compute_compressions,
@@ -23,6 +22,7 @@ from fedquilt.evaluation.architectures import (
 )
 from fedquilt.evaluation.blocks import compute_mean_weights, read_step_sizes
 from fedquilt.evaluation.clients import compute_label_divergences, compute_trained_fractions
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import describe_value, get_main_value
 from fedquilt.evaluation.targets import TargetResult, compute_speed_ups, find_reached_targets
 from fedquilt.methods.method import Method

@@ -10,10 +10,10 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from fedquilt.evaluation.accuracy import name_in_json
+from fedquilt.evaluation.scores import name_in_json
 from fedquilt.evaluation.summary import name_score
 from fedquilt.formatting import format_si
-from fedquilt.learning.metrics import MetricInfo
+from fedquilt.learning.metric import MetricInfo
 from fedquilt.learning.task import CLASSIFICATION
 from fedquilt.methods.method import SIZE_NAMES
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedquilt.engines.engine import Engine
 from fedquilt.errors import ConfigError, UpdateError
-from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.federation.aggregation import AggregationPipeline
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.federation.hostile import Attack, RoundAttack

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import get_main_value
 from fedquilt.federation.aggregation.robust import HELD_CELLS, KEPT_CELLS
 from fedquilt.federation.client import client_label

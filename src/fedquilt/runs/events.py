@@ -36,8 +36,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedquilt.errors import ConfigError
-from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.clients import ClientRecord
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.federation.client import Failure
 from fedquilt.federation.privacy.accountant import PrivacySpent
 from fedquilt.runs.health import Finding

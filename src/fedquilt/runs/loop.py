@@ -12,8 +12,9 @@ from typing import Any
 from fedquilt.devices import CPU
 from fedquilt.engines.engine import Engine, ignore_progress
 from fedquilt.errors import TrainingError
-from fedquilt.evaluation.accuracy import SizeScore, evaluate
+from fedquilt.evaluation.accuracy import evaluate
 from fedquilt.evaluation.clients import ClientRecord
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.federation.client import Task, derive_seed
 from fedquilt.federation.hostile import Attack
 from fedquilt.federation.secure import SecureAggregation

@@ -13,8 +13,8 @@ from fedquilt.data.population import Population
 from fedquilt.errors import CheckpointError, CorruptFileError
 from fedquilt.federation.client import Client
 from fedquilt.federation.state import Setup, State
+from fedquilt.learning.known_metrics import METRICS
 from fedquilt.learning.losses import LOSSES, MissingLoss
-from fedquilt.learning.metrics import METRICS
 from fedquilt.learning.task import LearningTask, make_task
 from fedquilt.methods.method import Method
 from fedquilt.runs.directory import RunDirectory

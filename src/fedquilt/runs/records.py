@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from fedquilt.errors import CheckpointError, CorruptFileError
-from fedquilt.evaluation.accuracy import SizeScore
 from fedquilt.evaluation.clients import ClientRecord
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.files import fsync, write_text
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.health import Finding

@@ -14,8 +14,9 @@ from fedquilt.customize.info import RunInfo
 from fedquilt.data.population import Population
 from fedquilt.engines.client_state import read_client_state
 from fedquilt.errors import ConfigError, TrainingError
-from fedquilt.evaluation.accuracy import SizeScore, evaluate, evaluate_by_client
+from fedquilt.evaluation.accuracy import evaluate, evaluate_by_client
 from fedquilt.evaluation.clients import ClientRecord, ClientScore, compute_client_scores
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import SCORES, name_score
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import SIZE_NAMES, Method

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedquilt.errors import ConfigError
-from fedquilt.evaluation.accuracy import SizeScore
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import summarize
 from fedquilt.federation.state import State
-from fedquilt.learning.metrics import MetricInfo
+from fedquilt.learning.metric import MetricInfo
 from fedquilt.ranges import Count, NotNegative, check_fields
 from fedquilt.runs.policies import Cadence
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from fedquilt.customize.ensemble import Ensemble
 from fedquilt.customize.info import InputSpec, find_info
 from fedquilt.errors import ConfigError
-from fedquilt.evaluation.accuracy import SizeScore, compute_ensemble_cost
+from fedquilt.evaluation.accuracy import compute_ensemble_cost
+from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import get_main_value
 from fedquilt.methods.method import SIZE_NAMES
 from fedquilt.runs.run import Run

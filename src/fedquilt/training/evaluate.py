@@ -24,8 +24,8 @@ from fedquilt.federation.validation import (
     loss_spec,
 )
 from fedquilt.learning.batch import Batch, mean_outputs
+from fedquilt.learning.known_metrics import count_hits
 from fedquilt.learning.losses import classes_last, label_mask
-from fedquilt.learning.metrics import count_hits
 from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.tensors import find_tensors, to_arguments
 from fedquilt.training.attack import PGD, frozen_model

@@ -25,8 +25,8 @@ from fedquilt.errors import BudgetError
 from fedquilt.federation.client import Client, ClientResult, Task, Update
 from fedquilt.federation.validation import MetricSpec, ReplySpec
 from fedquilt.learning.batch import Batch, as_batch
+from fedquilt.learning.known_metrics import count_hits
 from fedquilt.learning.losses import count_labels
-from fedquilt.learning.metrics import count_hits
 from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cost import CostTable
