@@ -31,6 +31,8 @@ TYPED = {
     "method": ("fedavg", "fedavg"),
     "aggregation": ("median", "median"),
     "model": ("mlp", "mlp"),
+    "loss": ("mse", "mse"),
+    "metrics": ("mae,r2", "mae,r2"),
     "rounds": ("3", 3),
     "clients": ("7", 7),
     "partition": ("classes:2", "classes:2"),
