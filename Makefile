@@ -42,6 +42,7 @@ types: .venv/test
 bench: .venv/test  ## speed and memory, against a bare PyTorch loop
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/merge.py
+	$(BIN)/python benchmarks/robust.py
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -82,26 +82,24 @@ def run_one(
     }
 
 
-def print_table(results: list[dict[str, Any]], method: str) -> None:
-    """Prints a table of the mean over sizes and seeds: a row for each rule."""
-    print(f"\n| {method} | " + " | ".join(ATTACKS) + " | success |")
-    print("| --- |" + " --- |" * (len(ATTACKS) + 1))
-    for rule in RULES:
-        cells = []
-        for attack in ATTACKS:
-            known = [
-                fmean(r["accuracy"])
-                for r in results
-                if (r["method"], r["rule"], r["attack"]) == (method, rule, attack)
+def print_tables(results: list[dict[str, Any]], method: str) -> None:
+    """Prints the mean over sizes and seeds: a row for each rule, two tables of attacks."""
+    for attacks in (list(ATTACKS)[:4], list(ATTACKS)[4:]):
+        has_success = "backdoor" in attacks
+        heads = [method, *attacks, *["success"] * has_success]
+        print(f"\n| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
+        for rule in RULES:
+            own = [r for r in results if (r["method"], r["rule"]) == (method, rule)]
+            values = [
+                _format_mean([r for r in own if r["attack"] == a], "accuracy") for a in attacks
             ]
-            cells.append(f"{fmean(known):.1f}" if known else "-")
-        success = [
-            fmean(r["success"])
-            for r in results
-            if (r["method"], r["rule"]) == (method, rule) and r["success"]
-        ]
-        cells.append(f"{fmean(success):.0f}" if success else "-")
-        print(f"| {rule} | " + " | ".join(cells) + " |")
+            if has_success:
+                values.append(_format_mean([r for r in own if r["success"]], "success"))
+            print(f"| {' | '.join([rule, *values])} |")
+
+
+def _format_mean(results: list[dict[str, Any]], key: str) -> str:
+    return f"{fmean(fmean(result[key]) for result in results):.1f}" if results else "-"
 
 
 def main() -> None:
@@ -133,7 +131,7 @@ def main() -> None:
                     with asked.out.open("a") as file:
                         file.write(json.dumps(result) + "\n")
     for method in asked.methods:
-        print_table(results, method)
+        print_tables([r for r in results if r["seed"] in asked.seeds], method)
 
 
 if __name__ == "__main__":
