@@ -12,6 +12,7 @@ from fedquilt.cli.setting_options import TRAIN_OPTIONS, describe_setting
 from fedquilt.errors import ConfigError
 from fedquilt.federation.aggregation import AGGREGATORS, SERVER_OPTIMIZERS
 from fedquilt.methods import METHODS
+from fedquilt.settings.json_schema import make_json_schema
 from fedquilt.settings.load import load_config, override_settings
 from fedquilt.settings.resolve import (
     build_method,
@@ -19,7 +20,7 @@ from fedquilt.settings.resolve import (
     load_source,
     resolve_config,
 )
-from fedquilt.settings.schema import CHOICES, Config, list_settings, make_json_schema
+from fedquilt.settings.schema import CHOICES, Config, list_settings
 from fedquilt.settings.toml import dump_toml, format_value, parse_dump, parse_value, read_toml
 from fedquilt.training.settings import LocalTraining
 

@@ -18,7 +18,6 @@ from fedquilt.cli.setting_options import COMPARE_OPTIONS, takes_settings
 from fedquilt.cli.signals import handle_stop_signals
 from fedquilt.comparison.comparison import Comparison
 from fedquilt.comparison.from_settings import compare_settings
-from fedquilt.comparison.options import CompareSection
 from fedquilt.comparison.progress import (
     ComparisonEvent,
     TrialDone,
@@ -31,6 +30,7 @@ from fedquilt.comparison.render import make_sections
 from fedquilt.errors import ConfigError
 from fedquilt.formatting import format_count, format_duration
 from fedquilt.report.tables import make_table
+from fedquilt.settings.compare import CompareSection
 from fedquilt.settings.load import override_settings
 from fedquilt.settings.schema import list_settings
 from fedquilt.settings.toml import read_toml
@@ -147,6 +147,9 @@ def _print_comparison(comparison: Comparison, console: Console) -> None:
         print_lines(console, *(f"  {name}: {why}" for name, why in comparison.left_out.items()))
     files = "table.md, table.csv, comparison.json, pareto.png and pareto.svg"
     print_lines(console, "", comparison.advice, "", f"wrote {files} into {comparison.folder}")
+    if comparison.best_run is not None:
+        best = str(comparison.folder / "best") if comparison.folder else ""
+        print_lines(console, "", "Next:", f"  {shlex.join(['fedquilt', 'evaluate', best])}")
 
 
 class _ProgressLog:

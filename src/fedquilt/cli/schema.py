@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedquilt.cli.console import print_json
-from fedquilt.settings.schema import make_json_schema
+from fedquilt.settings.json_schema import make_json_schema
 
 EXAMPLE = "fedquilt schema > fedquilt.schema.json"
 

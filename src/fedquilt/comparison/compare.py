@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from fedquilt.comparison.comparison import Comparison
-from fedquilt.comparison.options import load_options
 from fedquilt.comparison.progress import ComparisonCallback, ignore_events
 from fedquilt.comparison.store import TrialStore
 from fedquilt.comparison.study import Candidate, MakeTrial, Study
@@ -33,6 +32,7 @@ from fedquilt.runs.identity import compute_fingerprint
 from fedquilt.runs.plan import RunPlan
 from fedquilt.runs.policies import Cadence
 from fedquilt.runs.preflight import find_method
+from fedquilt.settings.compare import load_options
 from fedquilt.structure.create import trace_structure
 from fedquilt.structure.supported import unshare_buffers
 from fedquilt.structure.tensors import Example, named_tensors

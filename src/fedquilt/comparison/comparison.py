@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,19 @@ class Comparison:
         """Draws the mean against bytes and MACs, with the Pareto front, into .png or .svg."""
         return draw_pareto(self.analysis, self.metric, Path(path))
 
+    @property
+    def best_run(self) -> Path | None:
+        """The directory of the best variant's first run; None if runs were not kept."""
+        best = next((row for row in self.rows if row.is_best and row.runs), None)
+        if best is None or self.folder is None:
+            return None
+        return self.folder / "runs" / best.runs[0]
+
     def save(self, folder: str | Path) -> None:
-        """Writes comparison.json, table.md, table.csv, pareto.png and pareto.svg into a folder."""
+        """Writes comparison.json, table.md, table.csv, pareto.png and pareto.svg into a folder.
+
+        ``best`` in it is a link to the best variant's first run.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         document = json.dumps(self.to_document(), indent=1)
@@ -140,6 +152,10 @@ class Comparison:
         write_text(folder / "table.csv", self.to_csv())
         for suffix in ("png", "svg"):
             self.draw(folder / f"pareto.{suffix}")
+        if self.best_run is not None and self.best_run.parent.parent == folder:
+            with suppress(OSError):  # a system without links
+                (folder / "best").unlink(missing_ok=True)
+                (folder / "best").symlink_to(self.best_run.relative_to(folder))
 
 
 def _read_row(document: Mapping[str, Any]) -> Row:
@@ -152,5 +168,5 @@ def _read_row(document: Mapping[str, Any]) -> Row:
         values[name] = read(values[name])
     for name in ("tiers", "at_equal"):
         values[name] = {label: read(estimate) for label, estimate in values[name].items()}
-    values["seeds"] = tuple(values["seeds"])
+    values |= {name: tuple(values[name]) for name in ("seeds", "runs")}
     return Row(**values)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.comparison.comparison import Comparison
-from fedquilt.comparison.options import CompareSection, load_options
 from fedquilt.comparison.progress import ComparisonCallback, ignore_events
 from fedquilt.comparison.shared_settings import limit_physically, share_settings
 from fedquilt.comparison.store import TrialStore
@@ -16,6 +15,7 @@ from fedquilt.comparison.study import Candidate, MakeTrial, Study
 from fedquilt.comparison.trial import ConfiguredTrial, LoadedData
 from fedquilt.comparison.variants import Variant, list_variants
 from fedquilt.errors import FedquiltError
+from fedquilt.settings.compare import CompareSection, load_options
 from fedquilt.settings.load import flatten_settings, load_config, override_settings
 from fedquilt.settings.resolve import load_source, resolve_config
 from fedquilt.settings.schema import Config

@@ -14,6 +14,7 @@ from fedquilt.federation.state import Setup
 from fedquilt.formatting import format_si
 from fedquilt.methods.method import Method
 from fedquilt.runs.plan import start_run
+from fedquilt.settings.compare import RESOURCES
 
 MAX_ROUNDS = 1_000_000
 
@@ -53,10 +54,10 @@ def find_rounds(trial: Trial, pilot: TrialResult, limits: Mapping[str, float]) -
 def _predict(setup: Setup, method: Method, pilot: TrialResult) -> dict[str, float]:
     """What a run is expected to spend: sums over phases, each client as often as it is drawn."""
     known = {
-        name: {r: getattr(p.spent, r) / p.rounds for r in ("bytes", "macs", "seconds")}
+        name: {r: getattr(p.spent, r) / p.rounds for r in RESOURCES}
         for name, p in pilot.phases.items()
     }
-    costliest = {r: max(costs[r] for costs in known.values()) for r in ("bytes", "macs", "seconds")}
+    costliest = {r: max(costs[r] for costs in known.values()) for r in RESOURCES}
     trained = sum(phase.spent.bytes for phase in pilot.phases.values())
     total = {"bytes": pilot.spent.bytes - trained, "macs": 0.0, "seconds": 0.0}  # closing phases
     for phase in method.phases(setup):

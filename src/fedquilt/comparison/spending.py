@@ -12,6 +12,7 @@ from fedquilt.federation.client import EVERYONE, Client
 from fedquilt.federation.state import Setup
 from fedquilt.ranges import Positive, check_fields
 from fedquilt.runs.accounting import count_subnet_bytes
+from fedquilt.settings.compare import BYTES_PER_SECOND, MACS_PER_SECOND
 from fedquilt.structure.budget import Budget, fit_budget
 from fedquilt.structure.cost import compute_cost
 from fedquilt.structure.subnet import Subnet
@@ -32,8 +33,8 @@ class Device:
     1000000.0
     """
 
-    macs_per_second: Positive = 1e9
-    bytes_per_second: Positive = 1e6
+    macs_per_second: Positive = MACS_PER_SECOND
+    bytes_per_second: Positive = BYTES_PER_SECOND
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""

@@ -11,16 +11,17 @@ from fedquilt.comparison.fit import check_fit
 from fedquilt.comparison.halving import halve
 from fedquilt.comparison.limits import find_rounds
 from fedquilt.comparison.metric import choose_metric
-from fedquilt.comparison.options import CompareSection
 from fedquilt.comparison.progress import ComparisonCallback, VariantLeftOut, ignore_events
 from fedquilt.comparison.queue import FailedTrial, Outcome, run_trials
 from fedquilt.comparison.results import TrialResult
+from fedquilt.comparison.spending import Device
 from fedquilt.comparison.store import TrialStore
 from fedquilt.comparison.table import VariantResults, analyze, summarize_tiers
 from fedquilt.comparison.trial import Trial
 from fedquilt.comparison.validation import ValidationTrial
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.runs.environment import read_environment
+from fedquilt.settings.compare import CompareSection
 
 
 class MakeTrial(Protocol):
@@ -92,7 +93,7 @@ class Study:
             trials,
             self.store,
             workers=self.workers,
-            device=self.options.device,
+            device=Device(self.options.macs_per_second, self.options.bytes_per_second),
             purpose=purpose,
             on_event=self.on_event,
         )

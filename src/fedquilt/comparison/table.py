@@ -17,8 +17,8 @@ from fedquilt.comparison.significance import (
     correct_by_holm,
     unpack_outcomes,
 )
+from fedquilt.settings.compare import RESOURCES
 
-RESOURCES = ("bytes", "macs", "seconds")
 TARGET_FRACTION = 0.95  # of the best mean, to be reached where no target was given
 
 
@@ -66,6 +66,7 @@ class Row:
         exceeds_budgets: In which way clients train more than they can afford.
         problem: Why there is no result, or not with every seed.
         learning_rate: What the search has found, if there was one.
+        runs: The names of the runs' directories, by seed.
     """
 
     variant: str
@@ -92,6 +93,7 @@ class Row:
     exceeds_budgets: str | None = None
     problem: str | None = None
     learning_rate: float | None = None
+    runs: tuple[str, ...] = ()
 
     @property
     def serves_all(self) -> bool:
@@ -223,6 +225,7 @@ def _describe(one: VariantResults, metric: Metric) -> Row:
         exceeds_budgets=first.exceeds_budgets,
         problem=one.problem,
         learning_rate=one.learning_rate,
+        runs=tuple(result.key for result in one.results),
     )
 
 
@@ -331,5 +334,5 @@ def flatten_row(row: Row, metric: Metric) -> dict[str, Any]:
     for name, estimate in estimates.items():
         flat[name] = None if estimate is None else estimate.mean
         flat[f"{name}_std"] = None if estimate is None else estimate.deviation
-    skipped = ("tiers", "mean", "worst", "sizes", "at_equal", *flat)
+    skipped = ("runs", "tiers", "mean", "worst", "sizes", "at_equal", *flat)
     return flat | {name: v for name, v in asdict(row).items() if name not in skipped}

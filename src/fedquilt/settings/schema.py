@@ -37,7 +37,6 @@ DEFAULTS = {
     "attacks": DEFAULT_ATTACK,
 }
 SECTIONS_OF_THEIR_OWN = ("local_training", "aggregator", "transforms")  # no settings of a method
-JSON_SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class Section(BaseModel):
@@ -410,8 +409,3 @@ def list_settings(**chosen: str) -> dict[str, FieldInfo]:
     for section, fields in sections.items():
         settings |= {f"{section}.{name}": field for name, field in fields.model_fields.items()}
     return settings
-
-
-def make_json_schema() -> dict[str, Any]:
-    """Makes the JSON schema of a TOML file, for editors that complete and check settings."""
-    return {"$schema": JSON_SCHEMA_DIALECT, **Config.model_json_schema()}

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
 
-from fedquilt.comparison.spending import Device
 from fedquilt.errors import ConfigError, describe_unknown
 from fedquilt.settings.schema import Section
 
 DEFAULT_SEEDS = 3
 LEARNING_RATES = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
 RESOURCES = ("bytes", "macs", "seconds")
+MACS_PER_SECOND, BYTES_PER_SECOND = 1e9, 1e6  # of a simulated device without limits
 
 
 class CompareSection(Section):
@@ -42,20 +42,15 @@ class CompareSection(Section):
     """Whether each method's learning rate is searched first, on validation data."""
     learning_rates: tuple[float, ...] = LEARNING_RATES
     """The learning rates that are searched, the same for all methods."""
-    macs_per_second: float = Field(Device.macs_per_second, gt=0)
+    macs_per_second: float = Field(MACS_PER_SECOND, gt=0)
     """MACs per second of a simulated device without limits."""
-    bytes_per_second: float = Field(Device.bytes_per_second, gt=0)
+    bytes_per_second: float = Field(BYTES_PER_SECOND, gt=0)
     """Bytes per second that a simulated device sends or receives."""
 
     @field_validator("methods", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(value.split(",")) if isinstance(value, str) else value
-
-    @property
-    def device(self) -> Device:
-        """The simulated devices."""
-        return Device(self.macs_per_second, self.bytes_per_second)
 
     @property
     def limits(self) -> dict[str, float]:
