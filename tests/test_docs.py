@@ -24,7 +24,9 @@ import typer
 
 from fedquilt.cli import app
 from fedquilt.cli import train as train_command
-from fedquilt.settings.load import load_config, override_settings
+from fedquilt.comparison.from_settings import split_settings
+from fedquilt.comparison.variants import list_variants
+from fedquilt.settings.load import flatten_settings, load_config, override_settings
 from fedquilt.settings.resolve import build_method, build_model
 from fedquilt.settings.toml import tomllib
 
@@ -110,7 +112,12 @@ def test_python_is_python(block):
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "toml"], ids=str)
 def test_toml_holds_settings(block):
     settings = tomllib.loads(block.text)
-    if block.mode != "skip":
+    if "compare" in settings:
+        options, flat = split_settings(settings)
+        named = {name: flatten_settings(own) for name, own in options.variants.items()}
+        for variant in list_variants(flat, options.methods, named):
+            build_method(load_config(override_settings({}, variant.settings)))
+    elif block.mode != "skip":
         build_method(load_config(settings))
 
 
@@ -190,6 +197,25 @@ def run_all(page, clone, *modes):
 @pages_with("run")
 def test_quick_blocks_run_as_typed(page, clone):
     run_all(page, clone, "run")
+
+
+@pytest.mark.docs
+@pytest.mark.timeout(600)  # the promise of the page, kept by a busy machine as well
+def test_from_own_data_to_a_compared_table_are_five_commands_and_ten_minutes(clone):
+    page = ROOT / "docs" / "compare.md"
+    text = page.read_text()
+    start, end = (
+        text[: text.index(title)].count("\n") for title in ("## Ten minutes", "## In Python")
+    )
+    tutorial = [block for block in blocks_of(page) if start < block.line <= end]
+    shell = "\n".join(block.text for block in tutorial if block.language == "sh")
+    assert len([line for line in shell.replace("\\\n", " ").splitlines() if line.strip()]) == 5
+    for block in tutorial:
+        if block.mode != "skip":
+            run(block, clone)
+    table = (clone / "comparisons" / "my" / "table.csv").read_text()
+    assert all(f"\n{method}," in table for method in ("heterofl", "fjord", "splitmix"))
+    assert (clone / "small.onnx").stat().st_size > 0
 
 
 @pytest.mark.docs

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.models import MODELS
+from fedquilt.settings.compare import CompareSection
 from fedquilt.settings.schema import CHOICES, list_sections, list_settings
 
 ROOT = Path(__file__).parent.parent
@@ -191,7 +192,7 @@ def settings():
         known[name] = {key for section in sections.values() for key in section.model_fields}
     for factory in MODELS.values():
         known["model"] |= set(inspect.signature(factory).parameters)
-    return known
+    return {**known, "compare": set(CompareSection.model_fields)}
 
 
 def test_all_settings_are_described():
@@ -203,6 +204,7 @@ def test_all_settings_are_described():
         "attacks.",
     )  # they depend on a name, and have pages of their own
     expected = {name for name in list_settings() if not name.startswith(chosen)}
+    expected |= {f"compare.{name}" for name in CompareSection.model_fields}
     assert expected == {name for name in described if not name.startswith(chosen)}
 
 
@@ -238,7 +240,7 @@ def test_names_in_the_text_exist(page):
     for span in SPAN.findall(prose(page)):
         named = re.match(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", span)
         if named is None or re.search(
-            r"\.(py|md|toml|npz|onnx|txt|json|jsonl|db|crt|key|pub|example)\b", span
+            r"\.(py|md|toml|npz|onnx|txt|json|jsonl|db|crt|key|pub|example|csv|svg|png)\b", span
         ):
             continue
         name = named[0]

@@ -1,0 +1,30 @@
+"""Tables of comparisons on pages are those of the stored results, and not typed by hand."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import write_comparison  # noqa: E402
+
+
+@pytest.mark.parametrize("page", write_comparison.PAGES)
+def test_the_table_on_the_page_is_that_of_the_results_file(page):
+    text = (ROOT / page).read_text()
+    assert write_comparison.BLOCK.search(text)
+    assert write_comparison.update_page(page, text) == text, "run python tools/write_comparison.py"
+
+
+@pytest.mark.parametrize("path", write_comparison.RESULTS.values())
+def test_results_name_how_they_were_measured_and_no_machine(path):
+    text = (ROOT / path).read_text()
+    assert len(text) < 100_000
+    assert "/tmp" not in text
+    assert "/work" not in text
+    about = write_comparison.load_comparison("fashion").about
+    assert (ROOT / about["file"]).is_file()
+    assert about["seeds"]
+    assert about["made_by"]["commit"]
