@@ -1,7 +1,7 @@
 """Writes stored comparisons into README.md and docs/, between markers, and draws their pictures.
 
 Run ``python tools/write_comparison.py`` after a results file has changed. A test compares the two.
-To store a comparison: ``python tools/write_comparison.py comparisons/NAME docs/results/NAME.json``.
+To store a comparison, give its folder, the results file, and the settings that it was made with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ PAGES = ("README.md", "docs/compare.md")
 BLOCK = re.compile(
     r"(<!-- comparison: ([\w-]+)-(full|short) -->\n)(.*?)(<!-- end of comparison -->\n)", re.DOTALL
 )
-SETTINGS = ("rounds", "data.clients", "method.fraction", "local_training.lr")
 
 
 def load_comparison(name: str) -> Comparison:
@@ -33,7 +32,7 @@ def write_block(name: str, kind: str, page: str) -> str:
     """What stands between the markers: the table, the picture, and how it was measured."""
     comparison = load_comparison(name)
     sections = make_sections(comparison.analysis, comparison.metric)
-    shown = sections if kind == "full" else sections[:2]
+    shown = sections if kind == "full" else sections[:3]
     picture = RESULTS[name].replace(".json", ".svg")
     path = picture if "/" not in page else picture.removeprefix("docs/")
     parts = [to_markdown(shown).strip(), f"![Mean accuracy against bytes and MACs]({path})"]
@@ -56,8 +55,8 @@ def describe_origin(comparison: Comparison) -> str:
         f"Measured with `fedquilt compare {about['file']}`: "
         f"{format_count(about['runs'], 'run')}, seeds {seeds}, commit "
         f"{', '.join(made['commit'])}, torch {made['torch']}, {made['processor']}, "
-        f"{format_duration(about['wall_seconds'])} hours of runs, two at a time, on a machine that "
-        "did other work as well."
+        f"{format_duration(about['wall_seconds'])} of runs, two at a time, on a machine that was "
+        "busy with other work."
     )
 
 

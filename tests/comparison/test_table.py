@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from tests.comparison.conftest import run
 
 import fedquilt as fq
@@ -174,3 +175,19 @@ def test_what_makes_no_sense_is_one_sentence(tmp_path):
     ):
         with pytest.raises(ConfigError, match=sentence):
             run(tmp_path, **changes)
+
+
+def test_a_regression_is_compared_by_its_own_metric(tmp_path):
+    inputs = torch.rand(60, 4)
+    data = (inputs, inputs.sum(1, keepdim=True))
+    clients = fq.make_clients(data, test=data, count=2, budgets=(1.0, 0.5))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    rates = {"learns": 0.05, "does not": 1e-9}
+    methods = {n: fq.FjORD(fq.LocalTraining(lr=lr, epochs=1)) for n, lr in rates.items()}
+    table = fq.compare(
+        model, inputs[:1], methods, clients, 2, loss="mse", metrics="mae", seeds=2, workers=0
+    )
+    assert (table.metric.name, table.metric.higher_is_better) == ("mae", False)
+    assert [row.variant for row in table.rows] == ["learns", "does not"]
+    assert table.rows[1].difference > 0
+    assert table.rows[1].test == "seeds"  # there are no right and wrong answers

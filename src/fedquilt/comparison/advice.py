@@ -9,7 +9,7 @@ from fedquilt.comparison.significance import FEW_SEEDS, LEVEL
 from fedquilt.comparison.table import Analysis, Row, choose_best
 from fedquilt.formatting import format_count, format_si
 
-UNITS = {"bytes": "B", "macs": "MACs"}
+UNITS = {"bytes": "B", "macs": "MACs", "seconds": "s"}
 
 
 def write_advice(rows: Sequence[Row], metric: Metric) -> str:
@@ -26,6 +26,8 @@ def write_advice(rows: Sequence[Row], metric: Metric) -> str:
         sentence += ", but no variant that serves all budgets stays within them"
     rivals = [row for row in done if is_rival(row, best)]
     if not rivals:
+        if len(best.seeds) == 1:
+            return f"{sentence}; with one seed it is not known how much of this is training noise."
         return f"{sentence}, and the differences to all others are more than noise."
     names = ", ".join(_name_rival(row) for row in rivals)
     cheapest = min([best, *rivals], key=lambda row: row.bytes or 0.0)
@@ -75,14 +77,17 @@ def write_notes(analysis: Analysis, metric: Metric) -> list[str]:
         notes.append(f"Target: a mean {metric.label} of {metric.format(target)}.")
     if analysis.amounts:
         amounts = " or ".join(
-            format_si(analysis.amounts[name], UNITS[name]) for name in ("bytes", "macs")
+            format_si(analysis.amounts[name], unit) for name, unit in UNITS.items()
         )
-        notes.append(f"Equal amounts: the last evaluation within {amounts}, of the same runs.")
+        notes.append(f"Equal cost: the last evaluation within {amounts}, of the same runs.")
     for row in done:
         if row.exceeds_budgets:
             notes.append(f"{row.variant} {row.exceeds_budgets}.")
         if not row.serves_all and row.tiers:
             missing = [label for label, value in row.tiers.items() if value is None]
-            notes.append(f"{row.variant} has no model for budgets {', '.join(missing)}.")
+            notes.append(
+                f"{row.variant} has no model for budgets {', '.join(missing)}: its mean, in "
+                "parentheses, is over the others."
+            )
     notes += [f"{row.variant}: {row.problem}" for row in rows if row.problem]
     return notes

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedquilt.comparison.comparison import Comparison
 from fedquilt.comparison.progress import ComparisonCallback, ignore_events
@@ -25,17 +25,19 @@ from fedquilt.data.population import Population
 from fedquilt.errors import ConfigError
 from fedquilt.federation.state import Phase, Setup
 from fedquilt.files import hash_tensor
+from fedquilt.learning.batch import bind_inputs
+from fedquilt.learning.task import LearningTask, make_task
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import Method
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.identity import compute_fingerprint
 from fedquilt.runs.plan import RunPlan
 from fedquilt.runs.policies import Cadence
-from fedquilt.runs.preflight import find_method
+from fedquilt.runs.preflight import check_clients, check_model, find_method
 from fedquilt.settings.compare import load_options
 from fedquilt.structure.create import trace_structure
 from fedquilt.structure.supported import unshare_buffers
-from fedquilt.structure.tensors import Example, named_tensors
+from fedquilt.structure.tensors import Example, map_tensors, move_to_host, named_tensors
 from fedquilt.training.settings import LocalTraining
 
 EVALUATIONS = 10  # of a run
@@ -48,6 +50,8 @@ def compare(
     clients: Population | Callable[[int], Population],
     rounds: int = 20,
     *,
+    loss: Any = None,
+    metrics: Any = None,
     seeds: int | Sequence[int] = 3,
     bytes: float | None = None,
     macs: float | None = None,
@@ -60,6 +64,7 @@ def compare(
     target: float | None = None,
     out: str | Path | None = None,
     workers: int | None = None,
+    device: str = "cpu",
     exclude: tuple[str, ...] = (),
     callback: ComparisonCallback = ignore_events,
 ) -> Comparison:
@@ -76,6 +81,8 @@ def compare(
             ``"all"``: every method that fits.
         clients: The clients, or a function of the seed that makes them.
         rounds: The rounds of training.
+        loss: What is learned, as ``train`` takes it; None: to classify.
+        metrics: How models are scored, as ``train`` takes them; None: as usual for the loss.
         seeds: The number of seeds, or the seeds.
         bytes: What a run may send both ways, instead of rounds.
         macs: The MACs that all clients may compute, instead of rounds.
@@ -89,6 +96,7 @@ def compare(
         target: The score to reach; None: 95 % of the best one.
         out: The folder of runs and table, in which nothing is done twice; None: nothing is kept.
         workers: How many runs are done at a time; None: one per core, 0: one in this process.
+        device: The device that clients train on; on an accelerator one run is done at a time.
         exclude: Modules that are never cut, as ``trace_structure`` takes them.
         callback: Is called with what happens.
 
@@ -115,7 +123,7 @@ def compare(
         "target": target,
     }
     options = load_options({name: v for name, v in given.items() if v is not None})
-    subject = Subject(model, example, clients, exclude)
+    subject = Subject(model, example, clients, make_task(loss, metrics), exclude, device)
     shared = SharedTraining(local_training or LocalTraining(), fraction)
     candidates = [
         Candidate(name, _bind(name, method, subject, shared, rounds), is_named)
@@ -159,19 +167,25 @@ class Subject:
     model: nn.Module | Callable[[], nn.Module]
     example: Example
     clients: Population | Callable[[int], Population]
+    task: LearningTask
     exclude: tuple[str, ...] = ()
+    device: str = "cpu"
 
     def make_model(self, seed: int) -> nn.Module:
         """A model with the initial weights of a seed; that of the user is left as it is."""
         if isinstance(self.model, nn.Module):
-            return copy.deepcopy(self.model)
+            return copy.deepcopy(move_to_host(self.model))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self.model()
+            model = self.model()
+        check_model(model)
+        return move_to_host(model)
 
     def make_clients(self, seed: int) -> Population:
         """The clients of a seed."""
-        return self.clients if isinstance(self.clients, Population) else self.clients(seed)
+        clients = self.clients if isinstance(self.clients, Population) else self.clients(seed)
+        check_clients(clients)
+        return clients if self.task.has_classes else clients.without_labels()
 
 
 @dataclass(frozen=True)
@@ -225,7 +239,11 @@ class ObjectTrial:
     method: Method
     subject: Subject
     population: Population
-    device: str = "cpu"
+
+    @property
+    def device(self) -> str:
+        """The device that clients train on."""
+        return self.subject.device
 
     @property
     def name(self) -> str:
@@ -237,10 +255,10 @@ class ObjectTrial:
         """What the run is about."""
         model = self.subject.make_model(self.seed)
         unshare_buffers(model)
-        example = self.subject.example
+        example = map_tensors(Tensor.cpu, bind_inputs(model, self.subject.example))
         structure = trace_structure(model, example, exclude=self.subject.exclude)
-        clients = self.population.clients
-        return Setup(model, structure, example, clients, self.rounds, self.seed)
+        clients, task = self.population.clients, self.subject.task
+        return Setup(model, structure, example, clients, self.rounds, self.seed, task=task)
 
     def describe(self) -> dict[str, Any]:
         """Model, method, clients and data, with hashes of all tensors.

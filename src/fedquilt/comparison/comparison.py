@@ -168,5 +168,5 @@ def _read_row(document: Mapping[str, Any]) -> Row:
         values[name] = read(values[name])
     for name in ("tiers", "at_equal"):
         values[name] = {label: read(estimate) for label, estimate in values[name].items()}
-    values |= {name: tuple(values[name]) for name in ("seeds", "runs")}
+    values |= {name: tuple(values.get(name, ())) for name in ("seeds", "runs")}
     return Row(**values)

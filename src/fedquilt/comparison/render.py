@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fedquilt.comparison.metric import Metric
 from fedquilt.comparison.table import Analysis, Estimate, Row
 from fedquilt.formatting import format_si
+from fedquilt.settings.compare import RESOURCES
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Section:
 
 
 def make_sections(analysis: Analysis, metric: Metric) -> list[Section]:
-    """The tables: scores by budget, the comparison with the best, costs, and speed."""
+    """The tables: scores by budget, the comparison with the best, equal costs, costs, speed."""
     rows = [row for row in analysis.rows if row.mean is not None]
     unit = " in %" if metric.is_fraction else ""
     tiers = list(dict.fromkeys(label for row in rows for label in row.tiers))
@@ -35,8 +36,19 @@ def make_sections(analysis: Analysis, metric: Metric) -> list[Section]:
     )
     summary = Section(
         f"{metric.label}{unit}, over budgets, and against the best",
-        ("", "mean", "worst", "behind best", "p", "equal bytes", "equal MACs"),
+        ("", "mean", "worst", "behind best", "p"),
         tuple(_list_summary(row, metric) for row in rows),
+    )
+    equal = Section(
+        f"mean {metric.label}{unit}, at equal cost",
+        ("", "equal bytes", "equal MACs", "equal seconds"),
+        tuple(
+            (
+                row.variant,
+                *(_format_partial(metric, row, row.at_equal.get(name)) for name in RESOURCES),
+            )
+            for row in rows
+        ),
     )
     costs = Section(
         "costs of a run, all clients together, and the memory of the largest size",
@@ -48,19 +60,17 @@ def make_sections(analysis: Analysis, metric: Metric) -> list[Section]:
         ("", "seconds", "rounds to target", "bytes to target"),
         tuple(_list_speed(row) for row in rows),
     )
-    return [scores, summary, costs, speed]
+    return [scores, summary, equal, costs, speed]
 
 
 def _list_summary(row: Row, metric: Metric) -> tuple[str, ...]:
     behind = "best" if row.is_best else metric.format(row.difference, row.interval)
     return (
         row.variant,
-        _format(metric, row.mean),
-        _format(metric, row.worst),
+        _format_partial(metric, row, row.mean),
+        _format_partial(metric, row, row.worst),
         behind.removesuffix(" %"),
         "" if row.p_value is None else format_p(row.p_value),
-        _format(metric, row.at_equal.get("bytes")),
-        _format(metric, row.at_equal.get("macs")),
     )
 
 
@@ -89,6 +99,12 @@ def _format(metric: Metric, estimate: Estimate | None) -> str:
     if estimate is None:
         return "-"
     return metric.format(estimate.mean, estimate.deviation).removesuffix(" %")
+
+
+def _format_partial(metric: Metric, row: Row, estimate: Estimate | None) -> str:
+    """A score over budgets; in parentheses if some budgets get no model."""
+    text = _format(metric, estimate)
+    return text if row.serves_all or estimate is None else f"({text})"
 
 
 def _format_amount(value: float | None, unit: str) -> str:
