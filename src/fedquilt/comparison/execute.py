@@ -13,12 +13,12 @@ from fedquilt.comparison.spending import Device, SpendingMeter
 from fedquilt.comparison.store import TrialStore
 from fedquilt.comparison.trial import Address, Trial
 from fedquilt.data.population import Population
-from fedquilt.devices import find_devices
 from fedquilt.engines.counting import CountingEngine, MacCounts
 from fedquilt.errors import CheckpointError
 from fedquilt.federation.state import Setup
 from fedquilt.files import write_text
 from fedquilt.runs.directory import RunDirectory
+from fedquilt.runs.engines import make_local_engine
 from fedquilt.runs.environment import read_environment
 from fedquilt.runs.events import Event, RoundDone, RoundStarted
 from fedquilt.runs.plan import resume_run, start_run
@@ -33,7 +33,6 @@ def execute_trial(
     store: TrialStore,
     device: Device,
     *,
-    workers: int = 0,
     on_round: OnRound = lambda round, total: None,
 ) -> TrialResult:
     """Trains a run to its end, from where it stopped if it was started before.
@@ -43,22 +42,14 @@ def execute_trial(
         address: Its address.
         store: Where it is kept.
         device: How fast the simulated devices are.
-        workers: The number of processes that do the clients' work; 0: this one.
         on_round: Is called after each round.
     """
     directory = store.get_run(address)
     counts = _load_counts(directory)
 
     def make_engine(setup: Setup, population: Population, folder: Path | None) -> CountingEngine:
-        return CountingEngine(
-            setup.model,
-            setup.structure,
-            population.data,
-            counts,
-            workers=workers,
-            folder=folder,
-            devices=find_devices(trial.device),
-        )
+        make_local = make_local_engine(0, device=trial.device)
+        return CountingEngine(make_local(setup, population, folder), counts)
 
     def follow(event: Event) -> None:
         if isinstance(event, RoundStarted):

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from fedquilt.data import ClientData
-from fedquilt.devices import CPU, fork_generators
-from fedquilt.engines.client_state import read_client_state
+from fedquilt.devices import fork_generators
 from fedquilt.engines.client_work import run_task
+from fedquilt.engines.engine import OnProgress
 from fedquilt.engines.local import LocalEngine
-from fedquilt.engines.worker import Timeouts
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.federation.threads import single_thread
 from fedquilt.structure.cut import compute_shapes
@@ -65,31 +62,30 @@ def describe_work(structure: Structure, subnets: Sequence[Subnet]) -> str:
     return "+".join(map(str, sizes))
 
 
-class CountingEngine(LocalEngine):
-    """A local engine that counts the MACs of each kind of work once."""
+class CountingEngine:
+    """A local engine that also counts the MACs of each kind of work, once.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: Structure,
-        data: Mapping[str, Mapping[int, ClientData]],
-        counts: MacCounts,
-        *,
-        workers: int,
-        folder: Path | None = None,
-        timeouts: Timeouts | None = None,
-        devices: Sequence[torch.device] = (CPU,),
-    ) -> None:
-        super().__init__(
-            model,
-            structure,
-            data,
-            workers=workers,
-            folder=folder,
-            timeouts=timeouts,
-            devices=devices,
-        )
-        self._counts = counts
+    Args:
+        engine: The engine that does the work.
+        counts: Where counts are kept.
+    """
+
+    def __init__(self, engine: LocalEngine, counts: MacCounts) -> None:
+        self._engine, self._counts = engine, counts
+
+    @property
+    def on_progress(self) -> OnProgress:
+        """Hears how far clients are."""
+        return self._engine.on_progress
+
+    @on_progress.setter
+    def on_progress(self, callback: OnProgress) -> None:
+        self._engine.on_progress = callback
+
+    @property
+    def device(self) -> torch.device:
+        """The first of the devices that clients train on."""
+        return self._engine.device
 
     def run(
         self, tasks: Sequence[Task], *, enough: int | None = None
@@ -97,20 +93,37 @@ class CountingEngine(LocalEngine):
         """Does all tasks, after those of new kinds were counted."""
         for task in tasks:
             self._count_once(task)
-        yield from super().run(tasks, enough=enough)
+        yield from self._engine.run(tasks, enough=enough)
+
+    def client_versions(self) -> Mapping[int, int]:
+        """The version of each client's state."""
+        return self._engine.client_versions()
+
+    def restore(self, versions: Mapping[int, int], *, after: Mapping[int, int] = {}) -> None:
+        """Goes back to these versions of clients' states."""
+        self._engine.restore(versions, after=after)
+
+    def remove_unused(self, *used: Mapping[int, int]) -> None:
+        """Removes versions of clients' states that none of these uses."""
+        self._engine.remove_unused(*used)
+
+    def close(self) -> None:
+        """Ends all workers, and removes temporary files."""
+        self._engine.close()
 
     def _count_once(self, task: Task) -> None:
         if isinstance(task.recipe, Evaluate):
             return
-        kind = describe_work(self._context.structure, task.subnets)
+        context = self._engine.context
+        kind = describe_work(context.structure, task.subnets)
         if kind in self._counts.counts.get(self._counts.phase, {}):
             return
-        state = read_client_state(self._states.current_path(task.client))
         try:
-            macs = _count_macs(lambda: run_task(task, self._context, state), self.device)
+            state = self._engine.read_state(task.client)
+            macs = _count_macs(lambda: run_task(task, context, state), self.device)
         except Exception:  # the task itself will fail and say why
             return
-        num_examples = len(self._context.examples("train", task.client))
+        num_examples = len(context.examples("train", task.client))
         self._counts.add(kind, macs / max(num_examples, 1))
 
 

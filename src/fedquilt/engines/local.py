@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from fedquilt.data import ClientData
 from fedquilt.devices import CPU
@@ -119,6 +119,15 @@ class LocalEngine:
                 yield from self._run_in_workers(tasks)
         else:
             yield from (self._run_here(task) for task in tasks)
+
+    @property
+    def context(self) -> ClientContext:
+        """What clients work with, in this process."""
+        return self._context
+
+    def read_state(self, client: int) -> Mapping[str, Tensor] | None:
+        """What a client has kept so far, if anything."""
+        return read_client_state(self._states.current_path(client))
 
     def client_versions(self) -> Mapping[int, int]:
         """The version of each client's state."""

@@ -22,7 +22,7 @@ EngineFactory = Callable[[Setup, Population, Path | None], Engine]  # the path i
 
 def make_local_engine(
     workers: int | None, timeouts: Timeouts | None = None, device: str = "cpu"
-) -> EngineFactory:
+) -> Callable[[Setup, Population, Path | None], LocalEngine]:
     """A factory of engines on this machine.
 
     Args:
