@@ -16,6 +16,8 @@ Linear(in_features=4, out_features=10, bias=True)
 (True, True, True)
 >>> fq.AGGREGATORS["median"] is fq.Median, fq.ATTACKS["alie"] is fq.ALIE
 (True, True)
+>>> "mse" in fq.LOSSES, "r2" in fq.METRICS
+(True, True)
 >>> fq.__version__.count(".") >= 2
 True
 """

@@ -75,7 +75,12 @@ class Loss:
     """What clients minimize: the mean over the examples of a batch.
 
     Subclasses say what it is of outputs and targets (``of_output``), or of the model and the whole
-    batch (``of_batch``).
+    batch (``of_batch``). Those that have a name are in ``LOSSES``:
+
+    >>> import fedquilt as fq
+    >>> loss: fq.Loss = fq.LOSSES["mae"]
+    >>> loss.of_output(torch.tensor([1.0, 3.0]), torch.zeros(2))
+    tensor(2.)
     """
 
     name = "loss"
@@ -189,6 +194,9 @@ class BatchLoss(Loss):
     """A function of the model and the whole batch, which has full control.
 
     The batch is as the data set gives it: a pair (inputs, targets), or one dict.
+
+    Args:
+        function: Takes the model and the batch, and returns the mean loss.
 
     >>> def loss(model, batch):
     ...     inputs, targets = batch

@@ -72,6 +72,12 @@ class Metric(Protocol):
     ...     def compute(self, sums):
     ...         return sums["within-ten.hits"] / sums["examples"]
     >>> metric: Metric = WithinTen()
+
+    Those that have a name are in ``METRICS``:
+
+    >>> import fedquilt as fq
+    >>> fq.METRICS["r2"].info.higher_is_better
+    True
     """
 
     @property

@@ -24,6 +24,10 @@ class TorchMetric:
         metric: The metric; its states must be sums.
         higher_is_better: Overrides what the metric says itself.
         name: How tables call it; None: the name of its class.
+
+    >>> import torchmetrics, fedquilt as fq
+    >>> fq.TorchMetric(torchmetrics.R2Score(), name="R2").info.higher_is_better
+    True
     """
 
     metric: Any

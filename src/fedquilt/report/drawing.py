@@ -65,7 +65,7 @@ def _draw_lines(panel: Any, figure: Lines) -> None:
     xs = [x for curve in figure.curves.values() for x, _ in curve]
     if not figure.is_linear and xs and min(xs) > 0 and max(xs) > MIN_LOG_RATIO * min(xs):
         panel.set_xscale("log")
-    panel.legend(fontsize="small")
+    panel.legend(fontsize="small", loc="lower right")
 
 
 def _draw_boxes(panels: list[Any], figure: Boxes) -> None:
@@ -103,7 +103,7 @@ def _draw_bars(panel: Any, figure: Bars) -> None:
     panel.set_xticks([i + middle for i in range(len(figure.labels))], figure.labels)
     panel.tick_params(axis="x", rotation=20 if len(figure.labels) <= MAX_LEVEL_LABELS else 90)
     panel.set(ylabel=figure.y, title=figure.title)
-    panel.legend(fontsize="small")
+    panel.legend(fontsize="small", loc="lower right")
 
 
 def _draw_densities(panel: Any, figure: Densities) -> None:
@@ -113,7 +113,7 @@ def _draw_densities(panel: Any, figure: Densities) -> None:
         panel.plot(*estimate_density(values), label=name, **style)
         panel.plot(values, [0.0] * len(values), "|", markersize=14, clip_on=False, **style)
     panel.set(xlabel=figure.x, ylabel="density of clients", title=figure.title, xlim=(0, 100))
-    panel.legend(fontsize="small")
+    panel.legend(fontsize="small", loc="lower right")
 
 
 def _draw_grid(panel: Any, figure: Grid) -> None:
