@@ -96,11 +96,11 @@ def command(out):
 
 
 def stop(out, number):
-    """Starts a comparison, and sends it a signal when a further checkpoint is written."""
-    before = len(list(out.glob("runs/*/checkpoints/*")))
+    """Starts a comparison, and sends it a signal when it has written a checkpoint of its own."""
+    before = set(out.glob("runs/*/checkpoints/*"))
     process = subprocess.Popen(command(out), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 200
-    while len(list(out.glob("runs/*/checkpoints/*"))) <= before and time.monotonic() < deadline:
+    while set(out.glob("runs/*/checkpoints/*")) <= before and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(process.pid, number)
     _, errors = process.communicate(timeout=100)

@@ -135,7 +135,7 @@ def test_advice_says_what_cannot_be_told_from_the_best_and_what_is_cheaper():
         make_row("c", 0.5, p_value=0.001),
     ]
     advice = write_advice(rows, ACCURACY)
-    assert "b (p = 0.4) is as good as far as these runs can tell" in advice
+    assert "these runs cannot tell it from b (p = 0.4)" in advice
     assert "b sends 20% of its bytes" in advice
     assert "c" not in advice.replace("accuracy", "").split()
 

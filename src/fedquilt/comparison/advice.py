@@ -31,8 +31,7 @@ def write_advice(rows: Sequence[Row], metric: Metric) -> str:
         return f"{sentence}, and the differences to all others are more than noise."
     names = ", ".join(_name_rival(row) for row in rivals)
     cheapest = min([best, *rivals], key=lambda row: row.bytes or 0.0)
-    is_one = len(rivals) == 1
-    sentence += f"; but {names} {'is' if is_one else 'are'} as good as far as these runs can tell"
+    sentence += f"; but these runs cannot tell it from {names}"
     if cheapest is not best and cheapest.bytes and best.bytes:
         share = cheapest.bytes / best.bytes
         sentence += (
