@@ -15,7 +15,11 @@ from fedquilt.settings.toml import read_toml
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-EXPERIMENTS = sorted((ROOT / "experiments").glob("*.toml"))
+EXPERIMENTS = sorted(
+    path
+    for path in (ROOT / "experiments").glob("*.toml")
+    if not path.name.startswith("compare-")  # lists of settings, tried by tests/comparison
+)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
