@@ -1040,3 +1040,41 @@ def test_report_refuses_what_is_no_run(tmp_path):
     assert result.code == 2
     assert "is not a run's directory" in result.err
     assert not (tmp_path / "page").exists()
+
+
+OWN_TASK = """
+import fedquilt as fq
+from torch import nn
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def loss(output, target):
+    return (output[:, 0] - target).square().mean()
+
+
+@fq.metric(higher_is_better=False)
+def error(output, target):
+    return (output[:, 0] - target).abs()
+"""
+
+
+def test_a_run_with_its_own_loss_is_evaluated_as_it_was_trained(tmp_path):
+    x = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
+    np.savez(tmp_path / "d.npz", x_train=x, y_train=x.sum(1), x_test=x, y_test=x.sum(1))
+    code, out = tmp_path / "own.py", tmp_path / "run"
+    code.write_text(OWN_TASK)
+    task = ("--loss", f"{code}:loss", "--metrics", f"{code}:error,mae")
+    small = ("--rounds", "1", "--clients", "2", "--budgets", "1,0.5", "--workers", "0")
+    data = ("--data", tmp_path / "d.npz", "--model", f"{code}:net")
+    result = fedquilt("train", *data, *task, *small, "--out", out, "--json")
+    assert result.code == 0, result.err
+    again = fedquilt("evaluate", out, "--json")
+    assert again.code == 0, again.err
+    trained, evaluated = (json.loads(found.out)["sizes"] for found in (result, again))
+    assert [size["error"] for size in trained] == [size["error"] for size in evaluated]
+    refused = fedquilt("evaluate", out, "--model", f"{code}:net", trust=False)
+    assert refused.code != 0
+    assert "add --trust" in refused.err

@@ -242,7 +242,7 @@ class MissingLoss(Loss):
         """Refuses."""
         raise ConfigError(
             f"the run was trained with a loss or metrics of its own code ('{self.label}'); to "
-            "evaluate it, open it with fq.open_run(..., loss=..., metrics=...)"
+            "evaluate it, add --trust, or open it with fq.open_run(..., loss=..., metrics=...)"
         )
 
 

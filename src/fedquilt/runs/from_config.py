@@ -150,7 +150,15 @@ def open_configured_run(
         require_trust({"model.name": name} if is_function_path(name) and not trust else {}, folder)
     else:
         config = load_config(override_settings(config.model_dump(), {"model.name": model}))
-    return open_run(folder, build_model(config), build_method(config))
+    has_code = any(map(is_function_path, (config.task.loss, *config.task.metrics)))
+    task = None if has_code and not trust else build_task(config)  # a model needs none to be cut
+    return open_run(
+        folder,
+        build_model(config),
+        build_method(config),
+        loss=None if task is None else task.loss,
+        metrics=None if task is None else task.metrics,
+    )
 
 
 def _open_python_run(folder: str | Path, info: RunInfo, model: str | None) -> Run:
