@@ -1,5 +1,6 @@
 """docs/architecture.md is drawn from the contracts, and names only files that exist."""
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -37,3 +38,17 @@ def test_every_file_that_the_page_names_exists(path):
 def test_lines_fit():
     wide = [line for line in PAGE.read_text().splitlines() if len(line) > 110]
     assert not wide
+
+
+SLOW_TO_IMPORT = {"scipy", "matplotlib", "sklearn", "flwr", "fastapi", "opacus", "dp_accounting"}
+
+
+@pytest.mark.parametrize(
+    "package", ["structure", "federation", "training", "evaluation", "runs", "settings", "report"]
+)
+def test_what_is_slow_to_import_and_seldom_needed_is_imported_where_it_is_needed(package):
+    for path in (ROOT / "src" / "fedquilt" / package).rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert SLOW_TO_IMPORT.isdisjoint(name.split(".")[0] for name in names), path

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from scipy import stats
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
@@ -110,6 +109,8 @@ def measure_membership(
 
 def _rates(members: Numbers, others: Numbers) -> tuple[float, float, float]:
     """AUC, true-positive rate at 1 % false positives, and advantage."""
+    from scipy import stats  # slow to import
+
     scores = np.concatenate([members, others])
     ranks = stats.rankdata(scores)
     count = len(members)
@@ -165,6 +166,8 @@ def compute_likelihood_ratios(
         shadows: That of each shadow model, (shadows, examples).
         is_member: Whether each shadow model was trained on each example.
     """
+    from scipy import stats  # slow to import
+
     with_it = np.ma.masked_array(shadows, ~is_member)
     without = np.ma.masked_array(shadows, is_member)
     shift = (with_it.mean(0) - without.mean(0)).mean()

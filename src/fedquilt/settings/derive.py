@@ -94,4 +94,6 @@ def derive_section(
         inherited = base.model_fields.get(name)
         description = argument.description or (inherited and inherited.description)
         fields[name] = (annotation, Field(default, description=description))
-    return create_model(title, __base__=base, __doc__=doc, **fields)
+    # descriptions are given above; pydantic would look for them in the source, a second for all
+    found_here = {"use_attribute_docstrings": False}
+    return create_model(title, __base__=base, __doc__=doc, __cls_kwargs__=found_here, **fields)
