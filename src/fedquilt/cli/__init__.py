@@ -16,6 +16,7 @@ from fedquilt.cli import (
     customize,
     evaluate,
     report,
+    reproduce,
     schema,
     serve,
     train,
@@ -76,6 +77,7 @@ def about(
 for module, command in (
     (train, train.train),
     (compare, compare.compare),
+    (reproduce, reproduce.reproduce),
     (evaluate, evaluate.evaluate),
     (audit, audit.audit),
     (report, report.report),

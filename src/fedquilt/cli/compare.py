@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,19 +15,11 @@ from fedquilt.cli.console import make_console, print_json, print_lines
 from fedquilt.cli.options import AsJson, Settings, drop_unset, parse_assignments
 from fedquilt.cli.setting_options import COMPARE_OPTIONS, takes_settings
 from fedquilt.cli.signals import handle_stop_signals
+from fedquilt.cli.trial_log import TrialLog
 from fedquilt.comparison.comparison import Comparison
 from fedquilt.comparison.from_settings import compare_settings
-from fedquilt.comparison.progress import (
-    ComparisonEvent,
-    TrialDone,
-    TrialFailed,
-    TrialProgress,
-    TrialsQueued,
-    VariantLeftOut,
-)
 from fedquilt.comparison.render import make_sections
 from fedquilt.errors import ConfigError
-from fedquilt.formatting import format_count, format_duration
 from fedquilt.report.tables import make_table
 from fedquilt.settings.compare import CompareSection
 from fedquilt.settings.load import override_settings
@@ -89,7 +80,7 @@ def compare(
     """
     given = {
         "methods": methods,
-        "seeds": _parse_seeds(seeds),
+        "seeds": parse_seeds(seeds),
         "bytes": bytes_limit,
         "macs": macs_limit,
         "seconds": seconds_limit,
@@ -103,7 +94,7 @@ def compare(
     document["compare"] = {**document.get("compare", {}), **drop_unset(given)}
     folder = out or Path("comparisons") / _name_folder(config, document)
     console = make_console(as_json=as_json)
-    log = _ProgressLog(console)
+    log = TrialLog(console)
     try:
         with handle_stop_signals(), log:
             comparison = compare_settings(
@@ -125,7 +116,7 @@ def _name_folder(config: Path | None, document: Mapping[str, Any]) -> str:
     return (Path(str(source)) if config is None else config).stem
 
 
-def _parse_seeds(text: str | None) -> int | tuple[int, ...] | None:
+def parse_seeds(text: str | None) -> int | tuple[int, ...] | None:
     """A number of seeds, or the seeds themselves."""
     try:
         if text is None or text.isdigit():
@@ -150,50 +141,3 @@ def _print_comparison(comparison: Comparison, console: Console) -> None:
     if comparison.best_run is not None:
         best = str(comparison.folder / "best") if comparison.folder else ""
         print_lines(console, "", "Next:", f"  {shlex.join(['fedquilt', 'evaluate', best])}")
-
-
-class _ProgressLog:
-    """A line for every run that is done, and on a terminal what is under way."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._started = console, time.monotonic()
-        self._status = console.status("") if console.is_terminal else None
-        self._under_way: dict[str, str] = {}
-        self._total = 0
-
-    def __enter__(self) -> _ProgressLog:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def __call__(self, event: ComparisonEvent) -> None:
-        match event:
-            case TrialsQueued():
-                self._total = event.num_trials
-                done = f", {event.num_done} of them done before" if event.num_done else ""
-                self._print(f"{event.purpose}: {format_count(event.num_trials, 'run')}{done}")
-            case TrialProgress():
-                name = f"{event.trial.variant}, seed {event.trial.seed}"
-                self._under_way[name] = f"{name}: round {event.round} of {event.total}"
-            case TrialDone():
-                self._end(event, f"{event.result.wall_seconds:.0f} s")
-            case TrialFailed():
-                self._end(event, f"failed: {event.problem}")
-            case VariantLeftOut():
-                self._print(f"left out {event.variant}: {event.reason}")
-        if self._status is not None:
-            self._status.update("; ".join(self._under_way.values()))
-
-    def _end(self, event: TrialDone | TrialFailed, what: str) -> None:
-        name = f"{event.trial.variant}, seed {event.trial.seed}"
-        self._under_way.pop(name, None)
-        spent = format_duration(time.monotonic() - self._started)
-        done = self._total - event.num_left
-        self._print(f"[{done}/{self._total}, {spent}] {name}: {what}")
-
-    def _print(self, line: str) -> None:
-        print_lines(self._console, line)

@@ -10,15 +10,15 @@ from typing import Any
 from fedquilt.comparison.comparison import Comparison
 from fedquilt.comparison.progress import ComparisonCallback, ignore_events
 from fedquilt.comparison.shared_settings import limit_physically, share_settings
+from fedquilt.comparison.sources import LoadedSources
 from fedquilt.comparison.store import TrialStore
 from fedquilt.comparison.study import Candidate, MakeTrial, Study
-from fedquilt.comparison.trial import ConfiguredTrial, LoadedData
+from fedquilt.comparison.trial import ConfiguredTrial
 from fedquilt.comparison.variants import Variant, list_variants
 from fedquilt.errors import FedquiltError
 from fedquilt.settings.compare import CompareSection, load_options
 from fedquilt.settings.load import flatten_settings, load_config, override_settings
-from fedquilt.settings.resolve import load_source, resolve_config
-from fedquilt.settings.schema import Config
+from fedquilt.settings.resolve import resolve_config
 
 SEED = "seed"
 EVALUATIONS = 10  # of a run, unless the settings say how often
@@ -85,7 +85,7 @@ class TrialMaker:
 
     def __init__(self, options: CompareSection) -> None:
         self._options = options
-        self._data: dict[str, LoadedData] = {}
+        self._sources = LoadedSources()
 
     def bind(self, variant: Variant) -> MakeTrial:
         """What makes the runs of a variant."""
@@ -114,16 +114,9 @@ class TrialMaker:
             config = load_config(override_settings({}, flat))
         except FedquiltError as problem:
             raise type(problem)(f"variant '{variant.name}': {problem}") from None
-        data = self._load(config)
+        data = self._sources.load(config)
         if self._options.budgets_as != "sizes":
             flat["data.budgets"] = limit_physically(flat, self._options.budgets_as, data)
         flat.setdefault("run.evaluate_every", max(1, config.rounds // EVALUATIONS))
         config = resolve_config(load_config(override_settings({}, flat)), data.load())
         return ConfiguredTrial(variant.name, config, data)
-
-    def _load(self, config: Config) -> LoadedData:
-        section = config.data
-        key = json.dumps([section.source, section.normalize, section.fraction, section.augment])
-        if key not in self._data:
-            self._data[key] = LoadedData(lambda: load_source(config))
-        return self._data[key]

@@ -1,0 +1,119 @@
+"""A table or figure of a paper: the settings of its rows, its columns, and the paper's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from fedquilt.errors import ConfigError, describe_unknown
+from fedquilt.settings.load import flatten_settings
+from fedquilt.settings.schema import Section
+from fedquilt.settings.toml import read_toml
+
+FILE = "experiment.toml"
+
+
+class Column(Section):
+    """What is read of a finished run."""
+
+    name: str
+    """Its title."""
+    score: str = "accuracy"
+    """The score, a cost of the size, or what the run spent: bytes_up, bytes_down, macs, seconds."""
+    size: float | None = None
+    """The size of the model. Left out: what ``over`` makes of all sizes."""
+    over: Literal["worst", "mean", "largest"] = "largest"
+    """What is made of all sizes: the lowest value, the mean, or the value of the largest size."""
+    round: int | None = None
+    """The round whose evaluation counts. Left out: the finished model."""
+    unit: str = "%"
+    """With %, a fraction is written in percent. Otherwise the value is written as it is."""
+
+
+class ExperimentRow(Section):
+    """Runs that differ in their seeds alone."""
+
+    name: str
+    """What it is called in the table."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """What differs from the settings of all rows."""
+    paper: dict[str, float] = Field(default_factory=dict)
+    """The paper's values by column."""
+    note: str = ""
+    """Why it differs from the paper, as far as that is known."""
+
+
+class Experiment(Section):
+    """A table or a figure."""
+
+    title: str
+    """The paper, the table or figure, and what it is about."""
+    hours: float = Field(gt=0)
+    """About how long all runs take on one core."""
+    differences: tuple[str, ...] = ()
+    """What is not as in the paper, a sentence each."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """The seeds of each row."""
+    settings: dict[str, Any]
+    """The settings of all rows."""
+    quick: dict[str, Any] = Field(default_factory=dict)
+    """What a small version changes."""
+    columns: tuple[Column, ...] = Field(min_length=1)
+    """The columns."""
+    rows: tuple[ExperimentRow, ...] = Field(min_length=1)
+    """The rows."""
+
+    def list_settings(self, row: ExperimentRow, seed: int, *, quick: bool) -> dict[str, Any]:
+        """The settings of a run by dotted name; a small version changes rows, too."""
+        flat = {**_flatten(self.settings), **_flatten(row.settings)}
+        return {**flat, **(_flatten(self.quick) if quick else {}), "seed": seed}
+
+
+def load_experiment(folder: Path) -> Experiment:
+    """Reads the experiment of a folder; an error names the file, and what is wrong in it."""
+    path = folder / FILE
+    try:
+        experiment = Experiment.model_validate(read_toml(path))
+    except ValidationError as problem:
+        error = problem.errors()[0]
+        place = ".".join(map(str, error["loc"]))
+        raise ConfigError(f"{path}: '{place}': {error['msg']}") from None
+    columns = [column.name for column in experiment.columns]
+    for row in experiment.rows:
+        for name in row.paper:
+            if name not in columns:
+                raise ConfigError(
+                    f"{path}: row '{row.name}': {describe_unknown('column', name, columns)}"
+                )
+    return experiment
+
+
+def find_experiments(folder: Path) -> dict[str, Path]:
+    """The folders of all experiments by name, such as ``heterofl/table-4``."""
+    found = sorted(path.parent for path in folder.glob(f"*/*/{FILE}"))
+    return {path.relative_to(folder).as_posix(): path for path in found}
+
+
+def choose_experiments(names: list[str], known: Mapping[str, Path]) -> dict[str, Path]:
+    """Experiments by name; a paper's name means all of its experiments.
+
+    >>> known = {"nefl/table-2": Path("a"), "nefl/table-3": Path("b"), "apfl/table-1": Path("c")}
+    >>> list(choose_experiments(["nefl"], known))
+    ['nefl/table-2', 'nefl/table-3']
+    """
+    chosen: dict[str, Path] = {}
+    for given in names:
+        name = given.strip("/")
+        own = {n: path for n, path in known.items() if name in (n, n.partition("/")[0])}
+        if not own:
+            papers = dict.fromkeys(n.partition("/")[0] for n in known)
+            raise ConfigError(describe_unknown("experiment", given, [*known, *papers]))
+        chosen |= own
+    return chosen
+
+
+def _flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return flatten_settings(settings)

@@ -1,0 +1,234 @@
+"""Experiments are settings that can be run, and a table holds what their runs scored."""
+
+import json
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from typer.testing import CliRunner
+
+from fedquilt.cli import app, main
+from fedquilt.comparison.sources import LoadedSources
+from fedquilt.comparison.trial import compute_address
+from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.reproduction.experiment import Experiment, find_experiments, load_experiment
+from fedquilt.reproduction.reading import read_column
+from fedquilt.reproduction.reproduce import make_trial, reproduce
+from fedquilt.reproduction.table import Reproduction, RowResult, list_departures, make_section
+from fedquilt.settings.load import load_config, override_settings
+from fedquilt.settings.resolve import build_method, build_model
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import write_results  # noqa: E402
+
+KNOWN = find_experiments(ROOT / "experiments")
+
+TOML = """
+title = "A paper, Table 1"
+hours = 0.1
+seeds = [0, 1]
+differences = ["Smaller."]
+
+[settings]
+rounds = 2
+data = { source = "digits", fraction = 0.2, clients = 4, budgets = [1.0, 0.5] }
+model = { name = "mlp", hidden = [8] }
+method = { name = "heterofl", fraction = 1.0 }
+local_training = { epochs = 1, batch_size = 20, lr = 0.1 }
+run = { evaluate_every = 1 }
+
+[quick]
+rounds = 1
+
+[[columns]]
+name = "half"
+size = 0.5
+
+[[columns]]
+name = "worst"
+over = "worst"
+
+[[columns]]
+name = "mean"
+over = "mean"
+
+[[columns]]
+name = "first round"
+round = 1
+
+[[columns]]
+name = "sent"
+score = "bytes_up"
+unit = "B"
+
+[[rows]]
+name = "scaled"
+paper = { half = 99.0 }
+
+[[rows]]
+name = "plain"
+settings = { method.scaler = false }
+note = "the net is tiny"
+paper = { half = 98.0, worst = 97.0 }
+"""
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """An experiment, its folder, the folder of its runs, and what came of it."""
+    folder = tmp_path_factory.mktemp("experiments")
+    (folder / "paper/table-1").mkdir(parents=True)
+    (folder / "paper/table-1/experiment.toml").write_text(TOML)
+    experiment = load_experiment(folder / "paper/table-1")
+    out = folder / "out"
+    return experiment, folder, out, reproduce("paper/table-1", experiment, out, workers=0)
+
+
+def test_every_value_is_the_score_of_the_run_itself(done):
+    experiment, _, out, result = done
+    for row, own in zip(experiment.rows, result.rows, strict=True):
+        for position, seed in enumerate(own.seeds):
+            trial = make_trial(experiment, row, seed, LoadedSources(), quick=False)
+            folder = out / "runs" / str(compute_address(trial))
+            evaluated = CliRunner().invoke(app, ["evaluate", str(folder), "--json"])
+            scores = json.loads(evaluated.stdout)["sizes"]
+            accuracies = {score["width"]: score["accuracy"] for score in scores}
+            values = {name: numbers[position] for name, numbers in own.values.items()}
+            assert values["half"] == accuracies[0.5]
+            assert values["worst"] == min(accuracies.values())
+            assert values["mean"] == pytest.approx(fmean(accuracies.values()))
+            assert values["first round"] != accuracies[1.0]
+
+
+def test_rows_differ_by_their_settings_alone_and_seeds_by_the_seed(done):
+    experiment, _, _, result = done
+    settings = [experiment.list_settings(row, 1, quick=False) for row in experiment.rows]
+    assert {k for k in settings[1] if settings[1][k] != settings[0].get(k)} == {"method.scaler"}
+    scaled, plain = result.rows
+    assert scaled.values["half"] != plain.values["half"]
+    assert len(set(scaled.values["half"])) == 2
+
+
+def test_nothing_is_done_twice_and_a_quick_version_is_apart(done):
+    experiment, _, out, result = done
+    events = []
+    again = reproduce("paper/table-1", experiment, out, workers=0, on_event=events.append)
+    assert [type(event).__name__ for event in events] == ["TrialsQueued"]
+    assert again.rows == result.rows
+    quick = experiment.list_settings(experiment.rows[1], 0, quick=True)
+    assert quick["rounds"] == 1
+    assert quick["method.scaler"] is False
+
+
+def test_a_document_holds_all_of_it(done):
+    result = done[3]
+    assert Reproduction.from_document(json.loads(json.dumps(result.to_document()))) == result
+
+
+def test_the_table_has_the_paper_under_each_row_and_names_what_departs(done):
+    experiment = done[0]
+    values = {column.name: (0.9, 0.92) for column in experiment.columns}
+    rows = tuple(RowResult(row.name, values, (0, 1)) for row in experiment.rows)
+    result = Reproduction("paper/table-1", rows)
+    section = make_section(experiment, result)
+    assert [cells[0] for cells in section.cells] == [
+        *("scaled", "in the paper", "plain", "in the paper")
+    ]
+    assert section.cells[0][1] == "91.0 ± 1.4"
+    assert section.cells[3][1:3] == ("98.0", "97.0")
+    scaled, plain = list_departures(experiment, result)
+    assert "half -8.0" in scaled
+    assert "not known" in scaled
+    assert "worst -6.0" in plain
+    assert "the net is tiny" in plain
+    near = {**values, "half": (0.97, 0.995), "worst": (0.96, 0.985)}
+    rows = tuple(RowResult(row.name, near, (0, 1)) for row in experiment.rows)
+    assert list_departures(experiment, Reproduction("paper/table-1", rows)) == []
+
+
+def test_a_row_that_fails_is_named_and_the_others_are_kept(done, tmp_path):
+    experiment = done[0]
+    broken = experiment.rows[1].model_copy(update={"settings": {"local_training.lr": 1e30}})
+    some = experiment.model_copy(update={"rows": (experiment.rows[0], broken), "seeds": (0,)})
+    result = reproduce("x/y", some, tmp_path, workers=0)
+    if result.failed:
+        assert list(result.failed) == ["plain"]
+        assert [row.name for row in result.rows] == ["scaled"]
+    alone = experiment.model_copy(update={"rows": (broken,), "seeds": (0,)})
+    if result.failed:
+        with pytest.raises(TrainingError, match="every row failed"):
+            reproduce("x/y", alone, tmp_path, workers=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("hours = 0.1", "hours = 0"), "hours"),
+        (('name = "half"', 'nam = "half"'), "nam"),
+        (("half = 99.0", "hlf = 99.0"), "did you mean 'half'"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(change, words, tmp_path):
+    (tmp_path / "experiment.toml").write_text(TOML.replace(*change))
+    with pytest.raises(ConfigError, match=words) as problem:
+        load_experiment(tmp_path)
+    assert "experiment.toml" in str(problem.value)
+
+
+def test_a_column_that_a_run_does_not_have_says_what_it_has(done):
+    experiment, _, out, _ = done
+    from fedquilt.comparison.store import TrialStore
+
+    trial = make_trial(experiment, experiment.rows[0], 0, LoadedSources(), quick=False)
+    result = TrialStore(out).find_result(compute_address(trial))
+    column = experiment.columns[0]
+    for change, words in [
+        ({"size": 0.3}, "the run has 1, 0.5"),
+        ({"round": 9}, "evaluations were after rounds 1, 2"),
+        ({"score": "acuracy"}, "did you mean 'accuracy'"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            read_column(column.model_copy(update=change), result)
+
+
+@pytest.mark.filterwarnings("ignore:rescale_layer")  # the table shows that it collapses
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_experiment_can_be_run(name):
+    experiment = load_experiment(KNOWN[name])
+    for quick in (False, True):
+        for row in experiment.rows:
+            flat = experiment.list_settings(row, 0, quick=quick)
+            config = load_config(override_settings({}, flat))
+            build_method(config)
+    build_model(config)
+    assert len({row.name for row in experiment.rows}) == len(experiment.rows)
+    assert experiment.list_settings(row, 0, quick=True)["rounds"] <= 5
+
+
+def test_pages_of_results_are_written_from_stored_values():
+    for page, text in write_results.write_pages().items():
+        assert page.read_text() == text, "run python tools/write_results.py"
+
+
+def test_the_command_lists_runs_and_stores(done, tmp_path, capsys):
+    _, folder, out, result = done
+    run = CliRunner().invoke(app, ["reproduce", "--list", "--experiments", str(folder)])
+    assert "paper/table-1: 0.1 core-hours" in run.output
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/paper").mkdir()
+    (tmp_path / "full/paper/table-1").symlink_to(out)
+    arguments = ["reproduce", "paper", "--experiments", str(folder), "--out", str(tmp_path)]
+    run = CliRunner().invoke(app, [*arguments, "--workers", "0", "--save", str(tmp_path / "v")])
+    assert "98.0" in run.output
+    stored = json.loads((tmp_path / "v/paper-table-1.json").read_text())
+    assert Reproduction.from_document(stored).rows == result.rows
+    with pytest.raises(SystemExit):
+        main(["reproduce", "papr", "--experiments", str(folder)])
+    assert "did you mean 'paper" in capsys.readouterr().err
+
+
+def test_an_experiment_is_documented_by_its_schema():
+    assert all(field.description for field in Experiment.model_fields.values())
