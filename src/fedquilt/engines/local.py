@@ -8,12 +8,9 @@ process. Each process uses one thread, so the bits do not depend on the number o
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import tempfile
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 
@@ -25,12 +22,12 @@ from fedquilt.data import ClientData
 from fedquilt.devices import CPU
 from fedquilt.engines.client_state import ClientStateStore, read_client_state, write_client_state
 from fedquilt.engines.client_work import describe_exception, run_task
+from fedquilt.engines.dispatch import TaskQueue
 from fedquilt.engines.engine import OnProgress, ignore_progress
 from fedquilt.engines.scratch import ScratchDirectory
 from fedquilt.engines.worker import (
     Timeouts,
     Worker,
-    WorkerProblem,
     WorkReply,
     WorkRequest,
 )
@@ -45,7 +42,6 @@ from fedquilt.training.context import ClientContext
 
 Data = Mapping[str, Mapping[int, ClientData]]  # split -> client -> examples
 SHARED_MEMORY = Path("/dev/shm")
-MAX_TRIES = 2  # a task whose worker died or worker_problem is done once more
 
 
 class LocalEngine:
@@ -102,7 +98,6 @@ class LocalEngine:
             for n in range(workers)
             for context in contexts
         ]
-        self._files = 0
         self.on_progress: OnProgress = ignore_progress
 
     @property
@@ -179,21 +174,20 @@ class LocalEngine:
         return result.update
 
     def _run_in_workers(self, tasks: Sequence[Task]) -> Iterator[Update | Failure]:
-        with self._write_params(tasks) as paths:
-            requests = [
-                self._make_request(number, task, paths[id(task.params)])
-                for number, task in enumerate(tasks)
-            ]
-            queue = _TaskQueue(requests, deque(_sort_by_size(tasks, self._context.structure)))
+        estimate = _SizeEstimate(tasks, self._context.structure)
+        queue = TaskQueue(len(tasks), estimate, len(self._workers))
+        with _ParamFiles(tasks, self._memory, self._scratch) as files:
             try:
-                for request in requests:
-                    while request.number not in queue.results:
-                        self._assign_requests(queue)
+                for number, task in enumerate(tasks):
+                    while not queue.has_result(number):
+                        self._assign_requests(queue, tasks, files)
                         self._await_messages(queue)
-                    self._assign_requests(queue)
-                    yield self._read_update(request, queue.results.pop(request.number))
+                    self._assign_requests(queue, tasks, files)
+                    request, reply = queue.pop_result(number)
+                    files.release(task)
+                    yield self._read_update(request, reply)
             finally:
-                self._drop_unfinished(requests)
+                self._drop_unfinished(queue.requests.values())
 
     def _make_request(self, number: int, task: Task, params: Path) -> WorkRequest:
         return WorkRequest(
@@ -205,38 +199,23 @@ class LocalEngine:
             params,
             self._states.current_path(task.client),
             self._states.next_path(task.client),
-            self._scratch.folder / f"update-{self._next_number()}",
+            self._scratch.make_path("update-"),
         )
 
-    def _next_number(self) -> int:
-        self._files += 1
-        return self._files
-
-    @contextlib.contextmanager
-    def _write_params(self, tasks: Sequence[Task]) -> Iterator[dict[int, Path]]:
-        """Files with the tasks' global tensors, in shared memory where there is enough of it."""
-        paths: dict[int, Path] = {}
-        try:
-            for params in {id(task.params): task.params for task in tasks}.values():
-                size = sum(t.nbytes for t in params.values())
-                scratch = self._memory if self._memory.has_room(size) else self._scratch
-                path = scratch.folder / f"params-{self._next_number()}.safetensors"
-                paths[id(params)] = path
-                save_file({n: t.detach().contiguous() for n, t in params.items()}, path)
-            yield paths
-        finally:
-            for path in paths.values():
-                path.unlink(missing_ok=True)
-
-    def _assign_requests(self, queue: _TaskQueue) -> None:
+    def _assign_requests(self, queue: TaskQueue, tasks: Sequence[Task], files: _ParamFiles) -> None:
         """Gives every worker a request, and a second one while many are waiting."""
-        for ahead in (1, 2):
+        for ahead in (1, 2) if queue.num_waiting else ():
             for worker in self._workers:
-                many = len(queue.waiting) > 2 * len(self._workers)
-                if queue.waiting and len(worker.requests) < ahead and (ahead == 1 or many):
-                    worker.send(queue.requests[queue.waiting.popleft()])
+                many = queue.num_waiting > 2 * len(self._workers)
+                if queue.num_waiting and len(worker.requests) < ahead and (ahead == 1 or many):
+                    number = queue.take_next()
+                    if number not in queue.requests:
+                        task = tasks[number]
+                        request = self._make_request(number, task, files.get_path(task))
+                        queue.requests[number] = request
+                    worker.send(queue.requests[number])
 
-    def _await_messages(self, queue: _TaskQueue) -> None:
+    def _await_messages(self, queue: TaskQueue) -> None:
         """Waits until a worker sends a message, dies, or hangs."""
         ready = connection.wait(
             [w.pipe for w in self._workers] + [w.sentinel for w in self._workers],
@@ -248,7 +227,7 @@ class LocalEngine:
                 message = worker.receive()
                 if isinstance(message, WorkReply):
                     if not (message.is_out_of_memory and self._redo(worker, queue, message.number)):
-                        queue.results[message.number] = message
+                        queue.add_result(message.number, message)
                     continue
                 if message is not None and worker.is_working_on(message.number):
                     self.on_progress(queue.requests[message.number].client, message.done)
@@ -257,7 +236,7 @@ class LocalEngine:
                 requests, code = self._replace_worker(worker)
                 queue.retry_or_fail(requests, problem, code)
 
-    def _redo(self, worker: Worker, queue: _TaskQueue, number: int) -> bool:
+    def _redo(self, worker: Worker, queue: TaskQueue, number: int) -> bool:
         """Puts back a task that was too large for its device, with fewer clients at a time on it.
 
         The worker ends, unless it is the last one of its device. False if the task was tried alone.
@@ -266,14 +245,9 @@ class LocalEngine:
         if sum(other.context.device == device for other in self._workers) > 1:
             worker.terminate()
             self._workers = [other for other in self._workers if other is not worker]
-            queue.waiting.extendleft(request.number for request in reversed(worker.requests))
-            queue.waiting.appendleft(number)
-        elif number not in queue.alone:  # others may have been there when it failed
-            queue.alone.add(number)
-            queue.waiting.appendleft(number)
-        else:
-            return False
-        return True
+            queue.put_back([number, *(request.number for request in worker.requests)])
+            return True
+        return queue.put_back_alone(number)  # others may have been there when it failed
 
     def _replace_worker(self, worker: Worker) -> tuple[deque[WorkRequest], int | None]:
         """Starts a worker's process anew; the requests that it had, and its exit code."""
@@ -299,40 +273,13 @@ class LocalEngine:
             reply.metrics or {},
         )
 
-    def _drop_unfinished(self, requests: Sequence[WorkRequest]) -> None:
+    def _drop_unfinished(self, requests: Iterable[WorkRequest]) -> None:
         """Restarts workers that are still busy, because the round was left early; removes files."""
         for worker in self._workers:
             if worker.requests:
                 self._replace_worker(worker)
         for path in (path for request in requests for path in request.files):
             path.unlink(missing_ok=True)
-
-
-@dataclass
-class _TaskQueue:
-    """The requests of a round: which are waiting for a worker, and what came of others."""
-
-    requests: Sequence[WorkRequest]
-    waiting: deque[int]  # numbers of requests
-    results: dict[int, WorkReply | Failure] = field(default_factory=dict)
-    tries: Counter[int] = field(default_factory=Counter)
-    alone: set[int] = field(default_factory=set)  # done again because the device was too small
-
-    def retry_or_fail(
-        self, requests: Iterable[WorkRequest], problem: WorkerProblem | None, code: int | None
-    ) -> None:
-        """Puts back the requests of a worker that died or hung.
-
-        The first, on which it worked, fails if it was tried too often, or if it was late.
-        """
-        for position, request in enumerate(requests):
-            self.tries[request.number] += position == 0
-            is_late = position == 0 and problem is not None and problem.is_late
-            if self.tries[request.number] < MAX_TRIES and not is_late:
-                self.waiting.appendleft(request.number)
-            else:
-                reason = _describe_exit(code) if problem is None else problem.reason
-                self.results[request.number] = Failure(request.client, reason)
 
 
 class _CallbackError(BaseException):
@@ -342,13 +289,18 @@ class _CallbackError(BaseException):
         self.problem = problem
 
 
-def _sort_by_size(tasks: Sequence[Task], structure: Structure) -> list[int]:
-    """Numbers of tasks, the largest first, so that no worker is left alone with one at the end."""
-    sizes: dict[tuple[Subnet, ...], float] = {}
-    for task in tasks:
-        if task.subnets not in sizes:
-            sizes[task.subnets] = sum(_estimate_size(s, structure) for s in task.subnets)
-    return sorted(range(len(tasks)), key=lambda i: -sizes[tasks[i].subnets])
+class _SizeEstimate:
+    """How much work each task is, roughly."""
+
+    def __init__(self, tasks: Sequence[Task], structure: Structure) -> None:
+        self._tasks, self._structure = tasks, structure
+        self._sizes: dict[tuple[Subnet, ...], float] = {}
+
+    def __call__(self, number: int) -> float:
+        subnets = self._tasks[number].subnets
+        if subnets not in self._sizes:
+            self._sizes[subnets] = sum(_estimate_size(s, self._structure) for s in subnets)
+        return self._sizes[subnets]
 
 
 def _estimate_size(subnet: Subnet, structure: Structure) -> float:
@@ -360,10 +312,39 @@ def _estimate_size(subnet: Subnet, structure: Structure) -> float:
     return width * (1 - len(structure.dropped_tensors(subnet)) / max(len(structure.shapes), 1))
 
 
-def _describe_exit(code: int | None) -> str:
-    """Why the process of a task that was tried twice has ended."""
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-        return f"its worker was ended by {name} twice{hint}"
-    return f"its worker ended twice with exit code {code}"
+class _ParamFiles:
+    """Files with the tasks' global tensors, in shared memory where there is enough of it.
+
+    A file is written when the first of its tasks is begun, and removed after the last is merged.
+    """
+
+    def __init__(
+        self, tasks: Sequence[Task], memory: ScratchDirectory, disk: ScratchDirectory
+    ) -> None:
+        self._memory, self._disk = memory, disk
+        self._num_tasks = Counter(id(task.params) for task in tasks)
+        self._paths: dict[int, Path] = {}
+
+    def __enter__(self) -> _ParamFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for path in self._paths.values():
+            path.unlink(missing_ok=True)
+
+    def get_path(self, task: Task) -> Path:
+        """The file with the global tensors of a task."""
+        key = id(task.params)
+        if key not in self._paths:
+            size = sum(t.nbytes for t in task.params.values())
+            scratch = self._memory if self._memory.has_room(size) else self._disk
+            self._paths[key] = path = scratch.make_path("params-", ".safetensors")
+            save_file({n: t.detach().contiguous() for n, t in task.params.items()}, path)
+        return self._paths[key]
+
+    def release(self, task: Task) -> None:
+        """Notes that a task is done with its tensors."""
+        key = id(task.params)
+        self._num_tasks[key] -= 1
+        if not self._num_tasks[key] and key in self._paths:
+            self._paths.pop(key).unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import tempfile
 import time
@@ -24,6 +25,7 @@ class ScratchDirectory:
     """
 
     def __init__(self, parent: Path) -> None:
+        self._numbers = itertools.count(1)
         _remove_abandoned(parent)
         hidden = Path(tempfile.mkdtemp(prefix=".fedquilt-", dir=parent))
         self._lock = (hidden / "lock").open("w")
@@ -31,6 +33,10 @@ class ScratchDirectory:
             try_to_lock(self._lock)
         self.folder = hidden.with_name(hidden.name.removeprefix("."))
         hidden.rename(self.folder)  # other processes look for this name, and find it locked
+
+    def make_path(self, prefix: str, suffix: str = "") -> Path:
+        """A path in the folder that was not used before."""
+        return self.folder / f"{prefix}{next(self._numbers)}{suffix}"
 
     def has_room(self, size: int) -> bool:
         """Whether there is room for twice as many bytes."""

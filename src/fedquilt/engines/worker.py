@@ -41,6 +41,10 @@ from fedquilt.training.context import ClientContext
 
 MAX_BEAT_SECONDS = 1.0  # between two heartbeats, and between two looks at them
 MAX_START_SECONDS = 300.0  # until a new process has imported everything
+REQUEST, REPLY = (
+    ".request",
+    ".reply",
+)  # suffixes of files with messages that are too long for a pipe
 MAX_MESSAGE_BYTES = 16_000  # that a pipe takes at once, so that no process waits to send more
 
 
@@ -80,7 +84,7 @@ class WorkRequest:
     @property
     def files(self) -> tuple[Path, Path, Path]:
         """The update's tensors, and a request and a reply that are too long for a pipe."""
-        return self.update, self.update.with_suffix(".request"), self.update.with_suffix(".reply")
+        return self.update, self.update.with_suffix(REQUEST), self.update.with_suffix(REPLY)
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class Worker:
             self._silent = self._spent = 0.0
         self.requests.append(request)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            _send(self.pipe, request, request.files[1])
+            _send(self.pipe, request, request.update, REQUEST)
 
     def receive(self) -> WorkReply | ProgressMessage | None:
         """The next message; None if the process has died."""
@@ -301,15 +305,16 @@ def _send_heartbeats(pulse: Path, beat: float) -> None:
 
 def _reply(pipe: Connection, message: WorkReply | ProgressMessage, request: WorkRequest) -> None:
     try:
-        _send(pipe, message, request.files[2])
+        _send(pipe, message, request.update, REPLY)
     except (BrokenPipeError, ConnectionResetError):
         sys.exit()  # the round was left early, and the server has closed its end
 
 
-def _send(pipe: Connection, message: object, overflow: Path) -> None:
-    """Sends a message without blocking: a long one goes into a file."""
+def _send(pipe: Connection, message: object, update: Path, suffix: str) -> None:
+    """Sends a message without blocking: a long one goes into a file beside that of the update."""
     data = ForkingPickler.dumps(message)
     if len(data) > MAX_MESSAGE_BYTES:
+        overflow = update.with_suffix(suffix)
         overflow.write_bytes(data)
         data = ForkingPickler.dumps(overflow)
     pipe.send_bytes(data)

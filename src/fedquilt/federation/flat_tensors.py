@@ -59,13 +59,15 @@ def _write(file: int, parts: list[memoryview]) -> None:
 def read_flat(path: Path, slots: tuple[Slot, ...]) -> dict[str, Tensor]:
     """Reads tensors by mapping the file into memory; the file may then be removed."""
     size = max((slot.start + slot.num_bytes for slot in slots), default=0)
+    size += -size % ALIGNMENT
     whole = torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0)
-    return {
-        slot.name: whole[slot.start : slot.start + slot.num_bytes].view(slot.dtype).view(slot.shape)
-        if slot.num_bytes
-        else torch.empty(slot.shape, dtype=slot.dtype)
-        for slot in slots
-    }
+    views = {dtype: whole.view(dtype) for dtype in {slot.dtype for slot in slots}}
+    tensors = {}
+    for slot in slots:
+        first = slot.start // slot.dtype.itemsize
+        last = first + slot.num_bytes // slot.dtype.itemsize
+        tensors[slot.name] = views[slot.dtype][first:last].view(slot.shape)
+    return tensors
 
 
 def join_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
