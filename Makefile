@@ -2,13 +2,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 AXE_VERSION := 4.14.0
 
-.PHONY: demo test test-docs test-federation test-browser test-device lint types bench clean
+.PHONY: demo test docs docs-links pictures test-docs test-federation test-browser test-device lint types bench clean
 
 demo: .venv/demo  ## train on the embedded digits over clients of five sizes
 	$(BIN)/fedquilt train
 
 test: .venv/test lint types  ## everything that must hold
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+docs: .venv/test  ## the documentation site: build/docs/html/index.html, with all links checked
+	OMP_NUM_THREADS=1 $(BIN)/python tools/build_docs.py
+
+docs-links: .venv/test  ## as docs, and asks the network whether the pages of other sites exist
+	OMP_NUM_THREADS=1 $(BIN)/python tools/build_docs.py --links
+
+pictures: .venv/test  ## screenshots of the docs, from real runs
+	$(BIN)/python tools/screenshots.py
 
 test-docs: .venv/test  ## every command and code block of README and docs/ as typed; an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m docs tests/test_docs.py
@@ -56,4 +65,4 @@ bench: .venv/test  ## speed and memory, against a bare PyTorch loop
 	touch $@ .venv/demo
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv build runs

@@ -1,0 +1,1 @@
+"""The documentation site: pages of docs/, and pages made from code and results."""
