@@ -13,7 +13,15 @@ from docsite.commands import make_command_page
 from docsite.files import make_file_pages
 from docsite.gallery import make_gallery
 from docsite.layers import draw_layers
-from docsite.links import INLINE_LINK, PROJECT_PAGES, ROOT, Page, list_targets, rewrite_links
+from docsite.links import (
+    INLINE_LINK,
+    PROJECT_PAGES,
+    ROOT,
+    Page,
+    list_targets,
+    list_titles,
+    rewrite_links,
+)
 
 DOCS = ROOT / "docs"
 ASSETS = ("*.png", "*.svg", "*.ipynb", "conf.py")
@@ -34,9 +42,25 @@ def collect_pages(outputs: Mapping[str, str]) -> list[Page]:
     written = [path.relative_to(ROOT).as_posix() for path in sorted(DOCS.rglob("*.md"))]
     pages = [read_page(origin, origin.removeprefix("docs/")) for origin in written]
     pages += [read_page(name, PROJECT_PAGES[name]) for name in ("CONTRIBUTING.md", "CHANGELOG.md")]
-    pages += [make_benchmark_page(), make_command_page(), *make_reference(), *make_gallery(outputs)]
+    pages += [
+        make_decision_index(),
+        make_benchmark_page(),
+        make_command_page(),
+        *make_reference(),
+        *make_gallery(outputs),
+    ]
     targets = [target for page in pages for target in list_targets(page)]
     return pages + make_file_pages(targets)
+
+
+def make_decision_index() -> Page:
+    """The page that lists decisions by their titles."""
+    text = (
+        "# Decisions\n\n"
+        "For developers who ask why something is as it is. Each page has the question, the choice,\n"
+        f"and what was given up.\n\n{list_titles(DOCS / 'decisions')}\n"
+    )
+    return Page("decisions/index.md", text)
 
 
 def read_page(origin: str, path: str) -> Page:

@@ -1,4 +1,4 @@
-"""The page of benchmarks: every results file of docs/results, as tables. Nothing on it is typed."""
+"""The page of benchmarks: every results file of docs/results. Nothing on it is typed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from write_comparison import describe_origin
 
-from docsite.links import ROOT, Page
+from docsite.links import ROOT, Page, list_titles
 from fedquilt.comparison.comparison import Comparison
 from fedquilt.comparison.render import make_sections, to_markdown
 
@@ -18,14 +18,17 @@ INTRODUCTION = """\
 
 For everyone who wants measured figures and nothing typed by hand. This page is made from the files
 in `docs/results/` whenever the site is built. Other measurements, with their commands, are in
-[Results](results.md).
+[Results](../results.md).
 """
 
 
 def make_benchmark_page() -> Page:
     """One section for each results file."""
     sections = [describe_results(path) for path in sorted(RESULTS.glob("*.json"))]
-    return Page("benchmarks.md", "\n".join([INTRODUCTION, *sections]), "docs/benchmarks.md")
+    papers = list_titles(RESULTS)
+    if papers:
+        sections.insert(0, f"## Tables of papers, measured again\n\n{papers}\n")
+    return Page("results/index.md", "\n".join([INTRODUCTION, *sections]), "docs/results/index.md")
 
 
 def describe_results(path: Path) -> str:
@@ -42,7 +45,7 @@ def describe_comparison(path: Path, comparison: Comparison) -> str:
     parts.append(to_markdown(make_sections(comparison.analysis, comparison.metric)).strip())
     picture = path.with_suffix(".svg")
     if picture.exists():
-        parts.append(f"![Mean {comparison.metric.name} against cost](results/{picture.name})")
+        parts.append(f"![Mean {comparison.metric.name} against cost]({picture.name})")
     parts.append(comparison.advice)
     parts.append("\n".join(f"- {note}" for note in comparison.notes))
     if comparison.left_out:
@@ -60,7 +63,7 @@ def describe_experiment(path: str) -> str:
             break
         comments.append(line.lstrip("# "))
     told = " ".join(line for line in comments if not line.startswith("fedquilt "))
-    return f"{told} Settings: [{path}](../{path})."
+    return f"{told} Settings: [{path}](../../{path})."
 
 
 def describe_measurement(path: Path, document: dict[str, Any]) -> str:

@@ -15,7 +15,8 @@ PROJECT_PAGES = {
     "CHANGELOG.md": "changelog.md",
     "examples": "gallery/index.md",
     "examples/flower_app": "gallery/flower_app.md",
-    "docs/results": "benchmarks.md",
+    "docs/results": "results/index.md",
+    "docs/decisions": "decisions/index.md",
     "src/fedquilt/__init__.py": "api/index.md",
     "src/fedquilt/cli": "commands.md",
 }
@@ -109,3 +110,11 @@ def map_prose(text: str, change: Callable[[str], str]) -> str:
         parts += [change(text[end : fence.start()]), fence[0]]
         end = fence.end()
     return "".join([*parts, change(text[end:])])
+
+
+def list_titles(folder: Path) -> str:
+    """Links to the pages of a folder, by their titles."""
+    titles = {
+        path.name: path.read_text().partition("\n")[0] for path in sorted(folder.glob("*.md"))
+    }
+    return "\n".join(f"- [{title.lstrip('# ')}]({name})" for name, title in titles.items())
