@@ -57,7 +57,7 @@ def make_decision_index() -> Page:
     """The page that lists decisions by their titles."""
     text = (
         "# Decisions\n\n"
-        "For developers who ask why something is as it is. Each page has the question, the choice,\n"
+        "For developers who ask why something is so. Each page has the question, the choice,\n"
         f"and what was given up.\n\n{list_titles(DOCS / 'decisions')}\n"
     )
     return Page("decisions/index.md", text)
