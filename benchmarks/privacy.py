@@ -7,7 +7,8 @@ Half of the clients can afford the whole net, half a net of half the width. The 
 training images is never trained on. The search scores on it, one seed, and takes for each method
 and ε the clipping norm and learning rate with the best mean accuracy over the sizes. The test
 phase trains these again with other seeds, and scores on the test images. FedAvg at half the width,
-which all can afford, takes FedAvg's settings. Writes one line of JSON for each run. What is in ``--out`` already is not computed again.
+which all can afford, takes FedAvg's settings. Writes one line of JSON for each run. What is in
+``--out`` already is not computed again.
 """
 
 from __future__ import annotations
