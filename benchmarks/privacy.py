@@ -28,8 +28,8 @@ import fedquilt as fq
 CLIENTS, FRACTION, DELTA = 1000, 0.1, 1e-4
 SEARCH_SEED = 100
 EPSILONS = (1.0, 4.0, 8.0, None, "none")  # None: clipped, without noise; "none": neither
-CLIPS = {1.0: (0.25, 0.5, 1.0), 4.0: (0.5, 1.0), 8.0: (0.5, 1.0), None: (1.0, 2.0)}
-RATES = (0.1, 0.2)
+CLIPS = {1.0: (0.1, 0.2, 0.4), 4.0: (0.2, 0.4, 0.8), 8.0: (0.2, 0.4, 0.8), None: (1.0, 2.0)}
+RATES = (0.1, 0.3)
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "heterofl": (fq.HeteroFL, {}),
     "fedavg": (fq.FedAvg, {}),
@@ -68,7 +68,7 @@ def run_one(
     torch.manual_seed(seed)
     channels, size = source.shape[0], source.shape[-1]
     model = fq.make_model("mlp", {"in_channels": channels, "image_size": size, "hidden": [32]})
-    training = fq.LocalTraining(lr=lr, epochs=2, batch_size=10, momentum=0.0)
+    training = fq.LocalTraining(lr=lr, epochs=2, batch_size=25, momentum=0.0)
     started = time.perf_counter()
     run = fq.train(
         model,
