@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt.cli.scores import make_score_document
 from fedquilt.errors import ConfigError
+from fedquilt.report.page import plot_figures, render_page
+from fedquilt.report.run_report import build_report
 from fedquilt.runs.event_lines import describe_event
 from fedquilt.runs.events import Evaluated, RoundDone
+from fedquilt.runs.records import read_records
 from fedquilt.settings.load import load_config
 from fedquilt.settings.resolve import build_attack
 from fedquilt.training.poisoning import Poisoned, StampedData
@@ -168,3 +174,45 @@ def test_attacks_that_make_no_sense_are_refused_before_a_run_starts(images, clie
         train(images, clients, fq.Backdoor(target=3))
     with pytest.raises(ConfigError, match="there is no 99"):
         train(images, clients, fq.SignFlip(clients=(99,)))
+
+
+def test_reports_and_json_tell_who_was_hostile_and_how_well_the_backdoor_works(
+    images, clients, tmp_path
+):
+    out, cadence = tmp_path / "run", fq.Cadence(evaluate_every=1)
+    run = train(images, clients, ATTACKS["backdoor"], out=out, cadence=cadence)
+    successes = [score.metrics["backdoor_success"] for score in run.scores]
+    opened = fq.open_run(out, make_model(), run.method)
+    assert opened.info.attack == run.info.attack == {
+        "name": "backdoor",
+        "settings": {"clients": 0.34, "target": 1, "poisoned": 0.5, "size": 1},
+        "num_hostile": 2,
+        "num_clients": 6,
+        "hostile": sorted(ATTACKS["backdoor"].list_hostile(run.setup)),
+    }  # fmt: skip
+    again = opened.evaluate(clients, workers=0)
+    assert [score.metrics["backdoor_success"] for score in again] == successes
+    document = make_score_document(opened, again)
+    assert document["attack"]["num_hostile"] == 2
+    assert [size["metrics"]["backdoor_success"] for size in document["sizes"]] == successes
+
+    report = build_report("run", opened)
+    assert json.loads(json.dumps(report.to_json()))["attack"] == run.info.attack
+    page = render_page([report])
+    assert "2 of 6 clients are hostile (backdoor, " in page
+    assert f"<td>{100 * successes[0]:.1f}%</td>" in page
+    (figure,) = [f for f in plot_figures([report]) if "backdoor" in f.title]
+    assert figure.curves["size 0.5"][-1] == (3, 100 * successes[1])
+    assert len(figure.curves["size 1"]) == 3
+
+
+def test_a_report_draws_the_weights_that_a_rule_could_not_merge(images, clients, tmp_path):
+    method = fq.HeteroFL(fq.LocalTraining(epochs=1), aggregator=fq.Median(hostile=2))
+    run = fq.train(
+        make_model(), images[0][:1], method, clients, 1, workers=0, out=tmp_path / "run"
+    )  # fmt: skip
+    (figure,) = [f for f in plot_figures([build_report("run", run)]) if "kept" in f.title]
+    (kept,) = [record for record in read_records(run.directory) if "merging" in record]
+    expected = 100 * kept["merging"]["cells_kept"] / kept["merging"]["cells_held"]
+    assert figure.curves == {"run": [(1, expected)]}
+    assert 0 < expected < 100

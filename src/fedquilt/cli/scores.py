@@ -15,7 +15,7 @@ from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import describe_value, summarize
 from fedquilt.report import tables
 from fedquilt.report.records import read_traffic
-from fedquilt.runs.event_lines import describe_finding, describe_privacy
+from fedquilt.runs.event_lines import describe_attack_line, describe_finding, describe_privacy
 from fedquilt.runs.run import Run
 
 BATCH_STATISTICS = (
@@ -46,6 +46,8 @@ def _print_scores(run: Run, scores: Sequence[SizeScore], console: Console) -> No
         console.print(tables.make_domain_table(rows))
     if run.info.privacy is not None:
         print_lines(console, describe_privacy(run.info.privacy))
+    if run.info.attack is not None:
+        print_lines(console, describe_attack_line(run.info.attack))
     if exceeding := run.info.exceeds_budgets:
         print_lines(console, exceeding)
     if run.info.selected:
@@ -101,5 +103,6 @@ def make_score_document(run: Run, scores: Sequence[SizeScore]) -> dict[str, Any]
         "mean": summary and summary.mean,
         "exceeds_budgets": run.info.exceeds_budgets,
         "privacy": run.info.privacy,
+        "attack": run.info.attack,
         "findings": [asdict(finding) for finding in run.findings],
     }

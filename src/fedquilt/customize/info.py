@@ -81,7 +81,8 @@ class RunInfo:
     What the model can be made of again: ``config`` is the settings of the command line;
     ``model_call`` and ``method_settings`` are those of a run from Python, None if only Python
     knows them. ``transforms`` are those that inputs go through before ``normalization``, which is
-    that of the inputs. ``privacy`` is what a private run spent, None for others.
+    that of the inputs. ``privacy`` is what a private run spent, and ``attack`` what hostile clients
+    did, None for runs without.
     """
 
     __pydantic_config__ = ConfigDict(extra="ignore")
@@ -106,6 +107,7 @@ class RunInfo:
     model_round: NonNegativeInt | None = None
     trained_rounds: NonNegativeInt | None = None
     privacy: dict[str, Any] | None = None
+    attack: dict[str, Any] | None = None
 
     @property
     def example(self) -> Example:

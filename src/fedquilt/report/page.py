@@ -90,6 +90,7 @@ class RunReport:
     coverage: Coverage | None = None  # how often each part of the model was trained
     client_summaries: Sequence[ClientSummary] = ()  # a few clients, failing ones first
     status: RunStatus | None = None  # what the run does now; None: it has not said
+    attack: Mapping[str, Any] | None = None  # what hostile clients did; None: there were none
 
     @property
     def metric(self) -> MetricInfo:
@@ -175,6 +176,7 @@ def plot_figures(reports: Sequence[RunReport]) -> list[Figure]:
     figures = round_plots.plot_rounds({r.name: r.rounds for r in reports if r.rounds})
     for report in reports:
         figures += round_plots.plot_sizes_by_round(report.name, report.evaluations)
+        figures += round_plots.plot_backdoor(report.name, report.evaluations)
         figures += round_plots.plot_coverage(report.name, report.coverage)
     if any(scores.values()):
         figures += score_plots.plot_by_size(scores, kinds)

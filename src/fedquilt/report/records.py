@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
 from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import get_main_value
+from fedquilt.federation.aggregation.robust import HELD_CELLS, KEPT_CELLS
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.records import is_known_record, read_records, read_times
 
@@ -52,6 +53,7 @@ class RoundRecord:
     clients: int  # whose updates were merged
     failures: int
     epsilon: float | None = None  # spent so far by a private run
+    kept_fraction: float | None = None  # of the weights that a robust rule did not merge
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,16 @@ def read_rounds(directory: RunDirectory) -> list[RoundRecord]:
             record["num_clients"],
             len(record["failures"]),
             (record.get("privacy") or {}).get("epsilon"),
+            _read_kept_fraction(record.get("merging") or {}),
         )
         for record in read_records(directory)
         if "scores" not in record
     ]
+
+
+def _read_kept_fraction(merging: Mapping[str, float]) -> float | None:
+    held = merging.get(HELD_CELLS)
+    return merging.get(KEPT_CELLS, 0) / held if held else None
 
 
 @is_known_record

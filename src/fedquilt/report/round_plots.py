@@ -10,6 +10,7 @@ from fedquilt.evaluation.summary import find_common_score, get_main_value, name_
 from fedquilt.report.coverage import Coverage
 from fedquilt.report.figures import Bars, Figure, Lines
 from fedquilt.report.records import RoundRecord
+from fedquilt.runs.attacks import BACKDOOR_SUCCESS
 
 MAX_PARTS = 24  # of a model that have a bar
 
@@ -39,12 +40,14 @@ def plot_rounds(runs: Mapping[str, Sequence[RoundRecord]]) -> list[Figure]:
         figures.append(_plot(runs, title, "clients", lambda r: float(r.failures)))
     if any(r.epsilon is not None for rounds in runs.values() for r in rounds):
         figures.append(_plot(runs, "Privacy spent by round", "ε so far", lambda r: r.epsilon))
+    if any(r.kept_fraction for rounds in runs.values() for r in rounds):
+        title = "Weights that kept their values, for want of updates"
+        figures.append(_plot(runs, title, "% of weights", lambda r: _to_percent(r.kept_fraction)))
     return figures
 
 
-def _sum_bytes(rounds: Sequence[RoundRecord]) -> list[tuple[float, float]]:
-    totals = itertools.accumulate(r.bytes_up + r.bytes_down for r in rounds)
-    return [(float(r.round), total / 1e6) for r, total in zip(rounds, totals, strict=True)]
+def _to_percent(fraction: float | None) -> float | None:
+    return None if fraction is None else 100 * fraction
 
 
 def _plot(
@@ -85,6 +88,18 @@ def plot_sizes_by_round(name: str, evaluations: Evaluations) -> list[Figure]:
             is_linear=True,
         )
     ]
+
+
+def plot_backdoor(name: str, evaluations: Evaluations) -> list[Figure]:
+    """How often a backdoor works in every size of one run, round by round, if there is one."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for round, sizes in evaluations:
+        for score in sizes:
+            success = score.metrics.get(BACKDOOR_SUCCESS)
+            if success is not None and not score.robustness:
+                curves.setdefault(f"size {score.width:g}", []).append((round, 100 * success))
+    title = f"Success of the backdoor in {name} by round"
+    return [Lines(title, "round", "triggered images (%)", curves, is_linear=True)] if curves else []
 
 
 def plot_coverage(name: str, coverage: Coverage | None) -> list[Figure]:

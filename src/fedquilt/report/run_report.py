@@ -39,7 +39,7 @@ from fedquilt.report.records import (
     read_traffic,
 )
 from fedquilt.runs.directory import RunDirectory
-from fedquilt.runs.event_lines import describe_finding, describe_privacy
+from fedquilt.runs.event_lines import describe_attack_line, describe_finding, describe_privacy
 from fedquilt.runs.identity import describe_settings
 from fedquilt.runs.run import Run
 
@@ -62,6 +62,7 @@ def build_report(
         name,
         about,
         scores,
+        attack=run.info.attack,
         size_kind=run.method.size_kind,
         value_is=describe_value(run.setup, run.method),
         exceeds_budgets=run.info.exceeds_budgets,
@@ -100,6 +101,7 @@ def _describe_run(run: Run) -> dict[str, Any]:
         "seed": run.seed,
     }
     about |= {"privacy": describe_privacy(run.info.privacy)} if run.info.privacy else {}
+    about |= {"with": describe_attack_line(run.info.attack)} if run.info.attack else {}
     environments = [
         " ".join(f"{k} {v}" for k, v in sorted(e.items())) for e in run.info.environments
     ]

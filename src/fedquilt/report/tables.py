@@ -12,10 +12,11 @@ from rich.table import Table
 
 from fedquilt.evaluation.scores import name_in_json
 from fedquilt.evaluation.summary import name_score
-from fedquilt.formatting import format_si
+from fedquilt.formatting import format_percent, format_si
 from fedquilt.learning.metric import MetricInfo
 from fedquilt.learning.task import CLASSIFICATION
 from fedquilt.methods.method import SIZE_NAMES
+from fedquilt.runs.attacks import BACKDOOR_SUCCESS
 
 Row = Mapping[str, Any]  # one size, as in JSON
 
@@ -58,6 +59,15 @@ class Column:
     meaning: str | None = None
 
 
+KNOWN_METRICS = {  # that come on top of a task's own
+    BACKDOOR_SUCCESS: Column(
+        "backdoor\nsuccess",
+        format_percent,
+        "test images of other classes that are taken for the target once they have the trigger",
+    )
+}
+
+
 def list_columns(rows: Sequence[Row]) -> dict[str, Column]:
     """The columns that rows may have, by their names in JSON: costs, and values of the metric."""
     given = next((row["metric"] for row in rows if "metric" in row), None)
@@ -69,7 +79,8 @@ def list_columns(rows: Sequence[Row]) -> dict[str, Column]:
     others = dict.fromkeys(name for row in rows for name in row.get("metrics") or ())
     for name in others:
         if name != metric.name:
-            columns[f"{METRICS_KEY}.{name}"] = Column(name, _format_number)
+            known = KNOWN_METRICS.get(name, Column(name, _format_number))
+            columns[f"{METRICS_KEY}.{name}"] = known
     return columns
 
 

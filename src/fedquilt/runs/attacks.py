@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from fedquilt.engines.engine import Engine
@@ -14,9 +14,10 @@ from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.federation.hostile import Attack, RoundAttack
 from fedquilt.federation.state import Setup, State
 from fedquilt.runs.accounting import RoundAccounting
-from fedquilt.training.poisoning import Backdoor, Poisoned
+from fedquilt.training.poisoning import ATTACKS, Backdoor, Poisoned
 
 BACKDOOR_SUCCESS = "backdoor_success"  # a metric: triggered examples that are taken for the target
+MAX_NAMED = 100  # hostile clients whose numbers are stored with a run
 
 
 def check_attack(attack: Attack | None, setup: Setup, *, is_secure: bool) -> None:
@@ -30,6 +31,35 @@ def check_attack(attack: Attack | None, setup: Setup, *, is_secure: bool) -> Non
         )
     attack.list_hostile(setup)
     attack.check(setup)
+
+
+def describe_attack(attack: Attack | None, setup: Setup) -> dict[str, Any] | None:
+    """What hostile clients do, as JSON: name, settings, how many they are, and a few who are.
+
+    Args:
+        attack: What hostile clients do; None: there are none.
+        setup: What stays the same during the run.
+    """
+    if attack is None:
+        return None
+    hostile = sorted(attack.list_hostile(setup))
+    names = {kind: name for name, kind in ATTACKS.items()}
+    return {
+        "name": names.get(type(attack), type(attack).__name__),
+        "settings": asdict(attack),
+        "num_hostile": len(hostile),
+        "num_clients": len(setup.clients),
+        "hostile": hostile[:MAX_NAMED],
+    }
+
+
+def restore_attack(described: Mapping[str, Any] | None) -> Attack | None:
+    """The attack that ``describe_attack`` was given; None if there was none, or a user's own."""
+    kind = ATTACKS.get(described["name"]) if described is not None else None
+    if described is None or kind is None:
+        return None
+    settings = {n: tuple(v) if isinstance(v, list) else v for n, v in described["settings"].items()}
+    return kind(**settings)
 
 
 def start_attack(

@@ -121,6 +121,23 @@ def describe_privacy(spent: Mapping[str, Any]) -> str:
     )
 
 
+def describe_attack_line(attack: Mapping[str, Any]) -> str:
+    """Describes what hostile clients of a run did, as it is stored with the run.
+
+    >>> settings = {"clients": 0.2, "target": 3}
+    >>> attack = {"name": "backdoor", "settings": settings, "num_hostile": 2, "num_clients": 10}
+    >>> describe_attack_line({**attack, "hostile": [4, 7]})
+    'simulated attack: 2 of 10 clients are hostile (backdoor, target 3): 4, 7'
+    """
+    settings = {name: value for name, value in attack["settings"].items() if name != "clients"}
+    what = ", ".join([attack["name"], *(f"{name} {value}" for name, value in settings.items())])
+    named = ", ".join(map(str, attack["hostile"]))
+    more = ", ..." if len(attack["hostile"]) < attack["num_hostile"] else ""
+    count = f"{attack['num_hostile']} of {format_count(attack['num_clients'], 'client')}"
+    verb = "is" if attack["num_hostile"] == 1 else "are"
+    return f"simulated attack: {count} {verb} hostile ({what}): {named}{more}"
+
+
 def describe_values(scores: Sequence[SizeScore]) -> str:
     """The metric at each size; the range and the mean where these would make a long line."""
     if not scores:

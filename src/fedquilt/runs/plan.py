@@ -23,7 +23,7 @@ from fedquilt.learning.task import CLASSIFICATION
 from fedquilt.methods.method import Method
 from fedquilt.models import get_factory_call
 from fedquilt.models.pretrained import LoadReport, load_pretrained
-from fedquilt.runs.attacks import check_attack
+from fedquilt.runs.attacks import check_attack, describe_attack
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.engines import EngineFactory, make_local_engine
 from fedquilt.runs.events import Callback, WaitingForLock, combine_callbacks, list_callbacks
@@ -295,6 +295,7 @@ class PreparedRun:
             method.exceeds_budgets(setup),
             config=source.config,
             privacy=loop.privacy_spent,
+            attack=describe_attack(self.plan.attack, setup),
             transforms=name_transforms(chain),
             normalization=find_normalization(chain),
             task=None if setup.task is CLASSIFICATION else TaskNames(**setup.task.describe()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import SCORES, name_score
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.method import SIZE_NAMES, Method
+from fedquilt.runs.attacks import measure_backdoor, restore_attack
 from fedquilt.runs.customization import FinishedModel
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.engines import make_local_engine
@@ -133,8 +135,9 @@ class Run:
         With ``robustness`` at each of these points of the dial; with an ``attack`` also on clients'
         test data that was attacked, with everything known about the model (white box). Scores are
         those of the models that ``customize`` gives; with ``batch_statistics`` every batch of test
-        data is normalized by itself instead, as some papers score. ``workers`` and ``device`` are
-        those of ``fedquilt.train``.
+        data is normalized by itself instead, as some papers score. If hostile clients of the run
+        taught a backdoor, its success is among the metrics. ``workers`` and ``device`` are those of
+        ``fedquilt.train``.
         """
         people = self.population if population is None else population
         if people is None:
@@ -154,24 +157,29 @@ class Run:
         make_engine = make_local_engine(workers, device=device)
         with closing(make_engine(setup, people, self._clients_folder)) as engine:
             engine.restore(versions)
-            scores = evaluate(
+            find_scores = partial(
+                evaluate,
                 setup,
                 self.method,
                 state,
-                engine,
                 has_server_test=people.has_server_test,
                 testers=people.testers,
                 widths=sizes,
                 robustness=dials,
-                attack=attack,
                 batch_statistics=batch_statistics,
+            )
+            scores = measure_backdoor(
+                restore_attack(self.info.attack),
+                engine,
+                find_scores(engine=engine, attack=attack),
+                find_scores,
             )
         if attack is not None and all(score.robust_value is None for score in scores):
             raise TrainingError(
                 "no client's test data could be attacked; an attack needs images whose pixels are "
                 f"from {attack.low:g} to {attack.high:g}, or a PGD with their low and high"
             )
-        return scores
+        return list(scores)
 
     def by_client(self, population: Population, *, workers: int | None = None) -> list[ClientScore]:
         """What each client trained and sent, and the largest net's metric on its own data."""
