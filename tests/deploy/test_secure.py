@@ -10,6 +10,7 @@ from flwr.app import Array
 
 from fedquilt.deploy import node_manager
 from fedquilt.deploy.client_app import make_client_app
+from fedquilt.deploy.node_config import find_secure_threshold
 from fedquilt.deploy.server_app import train_over_grid
 from fedquilt.engines.flower.codec import ARRAYS, SETTINGS
 from fedquilt.errors import ConfigError
@@ -92,6 +93,75 @@ def test_messages_that_are_lost_changed_or_repeated_cost_one_client_at_most(plac
     assert [f["client"] for f in first["failures"]] == ([1] if is_lost else [])
     assert not first["secure"]["closed"]
     assert not second["failures"]
+
+
+def test_a_node_with_a_threshold_of_its_own_sends_masked_updates_only(place):
+    """Client 1 asks for more than the server gives; in a plain run it does nothing at all."""
+    nodes = {100 + i: {"partition-id": i} for i in range(CLIENTS)}
+    nodes[101]["secure-threshold"] = 3
+    replies = []
+
+    def listen(message, answer):
+        reply = answer(message)
+        if message.metadata.message_type != "query" and _client(message) == 1:
+            replies.append((step_of(message), reply.content))
+        return [reply]
+
+    def train(name, **changes):
+        replies.clear()
+        grid = place.grid(listen, name, nodes, **changes)
+        return train_over_grid(grid, place.config(name, **changes))
+
+    once = {**SECURE, "rounds": 1}
+    low = train("low", **once)
+    (failure,) = records(low)[0]["failures"]
+    assert failure["client"] == 1
+    assert "threshold of 3 or more, got 2" in failure["reason"]
+    train("high", **{**once, "secure_aggregation__threshold": 3})
+    assert [step for step, _ in replies] == list(STEPS)
+    plain = train("plain", **{**once, "secure_aggregation__threshold": None})
+    (failure,) = records(plain)[0]["failures"]
+    assert "sends masked updates only (secure-threshold=3)" in failure["reason"]
+    assert replies
+    for _, reply in replies:
+        assert not any([*reply.array_records.values(), *reply.metric_records.values()])
+
+
+@pytest.mark.parametrize("value", [1, "many", True])
+def test_the_threshold_of_a_node_is_a_number_of_clients(value):
+    with pytest.raises(ConfigError, match="2 or more"):
+        find_secure_threshold({"secure-threshold": value})
+
+
+@pytest.mark.parametrize("mechanism", ["central", "local"])
+def test_a_private_secure_run_has_the_same_bits_on_flower_and_when_it_goes_on(
+    place, monkeypatch, mechanism
+):
+    """Secrets are the same in all runs, and nodes have none of their own."""
+    monkeypatch.setattr("fedquilt.runs.plan.make_secret", lambda: b"k" * 32)
+    monkeypatch.setattr("fedquilt.deploy.client_app.read_or_make_secret", lambda path: b"")
+    changes = {
+        **SECURE,
+        "method__fraction": 1.0,
+        "sampling": "fixed",
+        "privacy__noise_multiplier": 0.3,
+        "privacy__mechanism": mechanism,
+        "run__checkpoint_every": 1,
+    }
+    whole = place.local(**changes)
+    seen = []
+
+    def fail_late(message, answer):
+        seen.append(step_of(message))
+        if seen.count("MaskedReply") == CLIENTS + 2:  # in the second round
+            raise KeyboardInterrupt
+        return [answer(message)]
+
+    with pytest.raises(KeyboardInterrupt):
+        place.flower(fail_late, **changes)
+    again = place.flower(flower__resume=True, **changes)
+    assert same(whole, again)
+    assert records(whole) == records(again)
 
 
 def test_the_settings_name_what_is_missing(place):

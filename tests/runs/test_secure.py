@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -437,6 +440,60 @@ def test_a_private_mean_of_sums_is_that_of_updates(name, mechanism):
     for key, tensor in plain.state.params.items():
         torch.testing.assert_close(secure.state.params[key], tensor, atol=2e-6, rtol=0)
     assert (done.secure is None) == (mechanism == "central")
+
+
+@pytest.mark.parametrize("mechanism", ["central", "local"])
+def test_private_secure_runs_have_the_same_bits_with_workers_and_after_a_kill(
+    mechanism, tmp_path, monkeypatch
+):
+    """A process is killed after its second round, before that is saved: another session."""
+    monkeypatch.setattr("fedquilt.runs.plan.make_secret", lambda: b"k" * 32)
+    options = {
+        "privacy": fq.Privacy(noise_multiplier=0.3, mechanism=mechanism),
+        "sampling": "fixed",
+        "rounds": 3,
+        "cadence": fq.Cadence(checkpoint_every=1, evaluate_every=0),
+    }
+    method = replace(METHODS["heterofl"], fraction=0.8)  # who takes part is secret too
+    whole, _ = train(method, **options)
+    noiseless = replace(options["privacy"], noise_multiplier=0.0)
+    assert bits(train(method, **{**options, "privacy": noiseless})[0]) != bits(whole)
+    assert bits(train(method, **options, workers=2)[0]) == bits(whole)
+
+    def die(event: Any) -> None:
+        if isinstance(event, RoundDone) and event.round == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    out = tmp_path / "run"
+    child = get_context("fork").Process(
+        target=train, args=(method,), kwargs={**options, "out": out, "callbacks": [die]}
+    )
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["round-000001"]
+    assert bits(train(method, **options, out=out, resume=True)[0]) == bits(whole)
+
+
+def test_clients_tell_nothing_of_their_own_test_data():
+    inputs = torch.rand(40, 4)
+    data = inputs, inputs.argmax(1) % 3
+    people = fq.make_clients(data, test=data, count=4)
+    options: Any = {"workers": 0, "secure_aggregation": fq.SecureAggregation(threshold=2)}
+    run = fq.train(make_model(), inputs[:2], METHODS["fedavg"], people, 1, **options)
+    (score,) = run.scores
+    assert score.value is not None
+    assert score.user_value is score.local_value is None
+    alone = replace(people, test={c: d for c, d in people.test.items() if c >= 0})
+    assert not alone.has_server_test
+    with pytest.warns(UserWarning, match="so this run has no scores; give the server test data"):
+        fq.train(make_model(), inputs[:2], METHODS["fedavg"], alone, 1, **options)
+    chosen = fq.make_clients(data, test=data, count=4, validation=0.5)
+    with pytest.raises(ConfigError, match="leave out selection"):
+        fq.train(
+            make_model(), inputs[:2], METHODS["fedavg"], chosen, 1,
+            selection=fq.Selection(keep="best"), cadence=fq.Cadence(evaluate_every=1), **options,
+        )  # fmt: skip
 
 
 def test_clipping_that_needs_single_updates_is_refused():

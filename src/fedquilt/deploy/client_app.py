@@ -19,7 +19,7 @@ from flwr.clientapp.typing import Mod
 from torch import Tensor
 
 from fedquilt.deploy.deadline import run_with_deadline
-from fedquilt.deploy.node_config import NodeConfig, find_node_device
+from fedquilt.deploy.node_config import NodeConfig, find_node_device, find_secure_threshold
 from fedquilt.deploy.node_context import (
     DataFactory,
     ModelFactory,
@@ -135,6 +135,10 @@ class _MessageHandler:
         )
         if task.client != session.client:
             raise ConfigError(f"client {session.client} got a task for client {task.client}")
+        if session.context.min_threshold is not None:
+            from fedquilt.training.secure import refuse_plain_work  # which needs an extra
+
+            refuse_plain_work(task.recipe, session.context.min_threshold)
         with single_thread():
             result = run_task(task, session.context, session.read_state(header.state))
         session.update_states(header, result.state)
@@ -175,6 +179,7 @@ class _MessageHandler:
             task=setup.task,
             secrets=folder / "secrets",
         )
+        context.min_threshold = find_secure_threshold(node)
         if build_privacy(config) is not None:
             context.noise_secret = read_or_make_secret(folder / "secret.key")
         functions = frozenset(one.path for one in list_functions(build_method(config)))

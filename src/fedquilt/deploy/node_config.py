@@ -1,7 +1,7 @@
 """What a node is started with: Flower's node config.
 
-It names the node's client (``partition-id``), and optionally ``budget``, ``data``, ``state`` and
-``device``.
+It names the node's client (``partition-id``), and optionally ``budget``, ``data``, ``state``,
+``device`` and ``secure-threshold``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from fedquilt.devices import find_devices
 from fedquilt.errors import ConfigError
+from fedquilt.federation.secure.settings import require_cryptography
 from fedquilt.structure.budget import Budget
 
 Value = bool | int | float | str
@@ -54,6 +55,21 @@ def find_node_device(node: NodeConfig, default: str) -> torch.device:
     """
     first, *_ = find_devices(str(node.get("device", default)))
     return first
+
+
+def find_secure_threshold(node: NodeConfig) -> int | None:
+    """The lowest threshold of secure sums that a node accepts; None: it also sends plain updates.
+
+    >>> find_secure_threshold({"partition-id": 0, "secure-threshold": 5})
+    5
+    """
+    value = node.get("secure-threshold")
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 2:
+        raise ConfigError(f"secure-threshold is a number of clients, 2 or more, got {value!r}")
+    require_cryptography()
+    return value
 
 
 def parse_budget(value: Value) -> Budget | None:

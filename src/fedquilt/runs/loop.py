@@ -97,6 +97,7 @@ class TrainingLoop:
             }
             self.testers = ()  # what clients' own test data say is no part of the budget
         if self.secure is not None:
+            self.testers = ()  # each client would tell how many of its examples are answered right
             self._aggregations = make_secure(self._aggregations, self.secure)
         self._client_exchange = make_exchange(self.setup, self.secure, self.attack)
         self._saved = SavedRun(self.directory, self.fingerprint, self.engine, self._notify)

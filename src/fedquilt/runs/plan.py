@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -163,6 +164,18 @@ def _check_secure(plan: RunPlan, setup: Setup) -> None:
         raise ConfigError(
             f"in a secure sum clients clip their changes themselves, each as a whole, got "
             f"privacy.clipping = '{plan.privacy.clipping}'; leave it out"
+        )
+    if plan.selection.is_on:
+        raise ConfigError(
+            "a model is selected by what each client tells of its validation data, which secure "
+            "aggregation does not let see; leave out selection"
+        )
+    if plan.population.testers and not plan.population.has_server_test:
+        warnings.warn(
+            "with secure aggregation clients tell nothing of their own test data, and the server "
+            "has none, so this run has no scores; give the server test data, or evaluate later "
+            "where the data are",
+            stacklevel=2,
         )
     check_secure(setup, plan.method, plan.secure)
 

@@ -89,6 +89,7 @@ class ClientContext:
         self._client_state: Mapping[str, Tensor] = {}
         self._on_progress: Callable[[float], None] | None = None
         self.noise_secret = b""  # of a machine of its own; the server does not know it
+        self.min_threshold: int | None = None  # of secure sums; None: it also sends plain updates
 
     def for_client(
         self,

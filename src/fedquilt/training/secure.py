@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedquilt.errors import UpdateError
+from fedquilt.errors import ConfigError, UpdateError
 from fedquilt.federation.client import Client, ClientResult, Recipe, Task, Update
 from fedquilt.federation.rings import Holding, Rings, find_rings
 from fedquilt.federation.secure.client import (
@@ -26,7 +26,7 @@ from fedquilt.federation.secure.encoding import encode_change, encode_report
 from fedquilt.federation.secure.integers import Integers
 from fedquilt.federation.secure.keys import KEY_BYTES
 from fedquilt.federation.secure.quantization import Quantizer
-from fedquilt.federation.secure.session import PublicKeys, Session
+from fedquilt.federation.secure.session import PublicKeys, Session, check_floor
 from fedquilt.federation.validation import LOSS, Code, ReplySpec
 from fedquilt.structure.cut import Params, view_subnet_tensors
 from fedquilt.structure.subnet import Subnet
@@ -50,6 +50,7 @@ class StartSession:
 
     def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Starts the session."""
+        check_floor(self.session, context.min_threshold or 2)
         client = SecureClient(task.client, self.session)
         context.secrets.start(client)
         return _send(task, {KEYS: pack_keys([client.public_keys])})
@@ -172,6 +173,23 @@ class RevealSecrets:
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be: shares."""
         return ReplySpec((), 0.0, {}, code=SHARES_CODE)
+
+
+SECURE_STEPS = (StartSession, ShareSecrets, MaskedReply, RevealSecrets)
+
+
+def refuse_plain_work(recipe: Recipe, floor: int | None) -> None:
+    """Refuses work whose reply the server could read, if a client sends masked updates only.
+
+    Args:
+        recipe: What the server asks for.
+        floor: The lowest threshold that the client accepts; None: it also sends plain replies.
+    """
+    if floor is not None and not isinstance(recipe, SECURE_STEPS):
+        raise ConfigError(
+            f"this client sends masked updates only (secure-threshold={floor}), and was asked for "
+            f"{type(recipe).__name__}; train with secure_aggregation.threshold = {floor} or more"
+        )
 
 
 def _fill(

@@ -18,7 +18,7 @@ from fedquilt.federation.secure.integers import get_dtype
 from fedquilt.federation.secure.keys import agree
 from fedquilt.federation.secure.masks import subtract_mask
 from fedquilt.federation.secure.server import SecureServer
-from fedquilt.federation.secure.session import PublicKeys, Roster
+from fedquilt.federation.secure.session import PublicKeys, Roster, check_floor
 from fedquilt.federation.secure.shamir import SHARE_BYTES, recover_secret
 
 from .protocol import NEVER, draw_vectors, make_session, run_session
@@ -303,6 +303,15 @@ def test_clients_refuse_lists_that_cannot_be(log):
         ready.mask([0, 1, 2, 3], {**vectors, 1: vectors[1].astype(np.uint64)})
     with pytest.raises(ProtocolError, match="not part of the session"):
         SecureClient(7, log.session)
+
+
+def test_clients_refuse_sessions_that_hide_less_than_they_ask_for():
+    session = make_session(((0, 1, 2, 3),), 3)
+    check_floor(session, 3)
+    with pytest.raises(ProtocolError, match="threshold of 4 or more, got 3"):
+        check_floor(session, 4)
+    with pytest.raises(ProtocolError, match=r"3 neighbors at least.*got 2"):
+        replace(session, neighbors=2)
 
 
 def test_the_server_refuses_messages_out_of_turn_twice_or_of_another_form(log):

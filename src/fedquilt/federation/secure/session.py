@@ -52,6 +52,11 @@ class Session:
             raise ProtocolError("a session has an id of 16 bytes, and integers of 32 or 64 bits")
         if self.threshold < 2 or len(self.rings) != len(self.sizes):
             raise ProtocolError("a session has a threshold of 2 at least, and a size for each ring")
+        if self.neighbors is not None and self.neighbors < self.threshold:
+            raise ProtocolError(
+                f"a client shares its secrets with {self.threshold} neighbors at least, as many as "
+                f"the threshold, got {self.neighbors}"
+            )
         if any(list(ring) != sorted(set(ring)) or min(ring, default=0) < 0 for ring in self.rings):
             raise ProtocolError("the clients of a ring are different numbers, ascending")
 
@@ -71,6 +76,23 @@ class Session:
             for client in ring:
                 found[client] = (*found.get(client, ()), number)
         return found
+
+
+def check_floor(session: Session, floor: int) -> None:
+    """Refuses a session that hides less than a client asks for, whatever the server says.
+
+    Args:
+        session: What the server proposes.
+        floor: The lowest threshold that the client accepts.
+
+    Raises:
+        ProtocolError: The threshold is lower.
+    """
+    if session.threshold < floor:
+        raise ProtocolError(
+            f"this client takes part in secure sums with a threshold of {floor} or more, got "
+            f"{session.threshold}; raise secure_aggregation.threshold"
+        )
 
 
 @dataclass(frozen=True)
