@@ -44,9 +44,10 @@ def describe_attack(attack: Attack | None, setup: Setup) -> dict[str, Any] | Non
         return None
     hostile = sorted(attack.list_hostile(setup))
     names = {kind: name for name, kind in ATTACKS.items()}
+    settings = {n: list(v) if isinstance(v, tuple) else v for n, v in asdict(attack).items()}
     return {
         "name": names.get(type(attack), type(attack).__name__),
-        "settings": asdict(attack),
+        "settings": settings,
         "num_hostile": len(hostile),
         "num_clients": len(setup.clients),
         "hostile": hostile[:MAX_NAMED],
