@@ -1,6 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 AXE_VERSION := 4.14.0
+# one thread in each process; compiled tests are kept, also where the environment says not to
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test docs docs-links pictures test-docs test-federation test-browser test-device lint types bench clean
 
@@ -8,7 +10,7 @@ demo: .venv/demo  ## train on the embedded digits over clients of five sizes
 	$(BIN)/fedquilt train
 
 test: .venv/test lint types  ## everything that must hold
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	$(PYTEST) -n auto --dist worksteal
 
 docs: .venv/test  ## the documentation site: build/docs/html/index.html, with all links checked
 	OMP_NUM_THREADS=1 $(BIN)/python tools/build_docs.py
@@ -20,16 +22,16 @@ pictures: .venv/test  ## screenshots of the docs, from real runs
 	$(BIN)/python tools/screenshots.py
 
 test-docs: .venv/test  ## every command and code block of README and docs/ as typed; an hour
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m docs tests/test_docs.py
+	$(PYTEST) -m docs tests/test_docs.py
 
 test-federation: .venv/test  ## runs on Flower for real: every method, and what may go wrong; half an hour
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m federation tests/deploy
+	$(PYTEST) -m federation tests/deploy
 
 test-browser: .venv/test .venv/axe/axe.min.js  ## pages in a real Chromium; it is installed if that is possible
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 	  (apt-get update -q && apt-get install -y -q chromium chromium-driver) || \
 	  echo "chromium could not be installed; the tests will be skipped"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'browser or not browser' tests/browser
+	$(PYTEST) -m 'browser or not browser' tests/browser
 
 .venv/axe/axe.min.js: | .venv/bin/python
 	mkdir -p .venv/axe

@@ -2,13 +2,14 @@
 
 A block is run unless the comment before it says otherwise:
 
-    <!-- docs-test: slow -->                 takes a minute or more: run by make test-docs only
+    <!-- docs-test: slow -->                 takes many seconds: run by make test-docs only
     <!-- docs-test: parse: the reason -->    its commands are parsed, and their settings made
     <!-- docs-test: skip: the reason -->     nothing is done
     <!-- docs-test: page: parse: … -->       as above, for all blocks of the page
 
 The blocks of a page are run in order, in one directory that looks like a clone after ``make demo``.
-Each Python block is a program of its own.
+Each Python block is a program of its own. make test-docs starts a new Python for each; make test
+forks them from one that has imported fedquilt, as it does with commands of ours.
 """
 
 import os
@@ -56,6 +57,12 @@ class Block:
         lines = self.text.replace("\\\n", " ").splitlines()
         found = [shlex.split(line, comments=True) for line in lines if line.startswith("fedquilt ")]
         return [words[1:] for words in found]
+
+    @property
+    def is_commands_alone(self):
+        """Whether it holds nothing but commands of ours, without help of the shell."""
+        lines = [line for line in self.text.replace("\\\n", " ").splitlines() if line.strip()]
+        return len(lines) == len(self.commands) and not re.search(r"[$|&;<>`~(]", self.text)
 
 
 def blocks_of(page):
@@ -168,6 +175,20 @@ def clone(tmp_path):
     return tmp_path
 
 
+def fork(block, clone, python):
+    """Runs a block as typed, in processes that need not import fedquilt."""
+    if block.language == "python":
+        (clone / "block.py").write_text(block.text)
+        done = [python.run_program(clone / "block.py", clone)]
+    elif block.is_commands_alone:
+        done = [python.run_command(words, clone) for words in block.commands]
+    else:
+        run(block, clone)
+        return
+    for one in done:
+        assert one.returncode == 0, f"{block} {one.args}\n{one.stdout}\n{one.stderr}"
+
+
 def run(block, clone):
     """Runs a block as typed."""
     if block.language == "python":
@@ -184,19 +205,17 @@ def run(block, clone):
         text=True,
     )
     assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
-    return done
 
 
-def run_all(page, clone, *modes):
-    for block in blocks_of(page):
-        if block.mode in modes and block.language in ("sh", "python"):
-            run(block, clone)
+def blocks_to_run(page, *modes):
+    return [b for b in blocks_of(page) if b.mode in modes and b.language in ("sh", "python")]
 
 
 @pytest.mark.timeout(1200)  # as many seconds as a busy machine may need
 @pages_with("run")
-def test_quick_blocks_run_as_typed(page, clone):
-    run_all(page, clone, "run")
+def test_quick_blocks_run_as_typed(page, clone, forking_python):
+    for block in blocks_to_run(page, "run"):
+        fork(block, clone, forking_python)
 
 
 @pytest.mark.docs
@@ -222,4 +241,5 @@ def test_from_own_data_to_a_compared_table_are_five_commands_and_ten_minutes(clo
 @pytest.mark.timeout(3 * 3600)
 @pages_with("run", "slow")
 def test_all_blocks_run_as_typed(page, clone):
-    run_all(page, clone, "run", "slow")
+    for block in blocks_to_run(page, "run", "slow"):
+        run(block, clone)

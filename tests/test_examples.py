@@ -1,8 +1,5 @@
 """The examples run as they are, and the experiments are settings that can be run."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,12 +20,8 @@ EXPERIMENTS = sorted(
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(path, tmp_path):
-    command = [sys.executable, "-W", "error", path]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
+def test_example_runs(path, tmp_path, forking_python):
+    done = forking_python.run_program(path, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert list(tmp_path.iterdir()) == []

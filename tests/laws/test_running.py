@@ -28,12 +28,12 @@ from fedquilt.training.ternary import CODE
 
 def test_any_number_of_workers_gives_the_same_bits(case):
     short, found = replace(case, setup=replace(case.setup, rounds=2)), []
-    for workers in (0, 1, 2):
+    for workers in (0, 2):  # one worker: tests/engines/test_local.py
         with case.engine(workers) as engine:
             state, scores, events = short.run(engine, cadence=Cadence(evaluate_every=1))
         rounds = [replace(e, seconds=0.0) for e in events if isinstance(e, RoundDone)]
         found.append((case.bits(state.params), scores, rounds))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 class StopNow(KeyboardInterrupt):
