@@ -33,10 +33,11 @@ def run(arguments: list[str], program: str | None, folder: str, output: str) -> 
         runpy.run_path(program, run_name="__main__")
 
 
-print("ready", flush=True)
-for line in iter(sys.stdin.readline, ""):
-    pid = os.fork()
-    if pid == 0:
-        run(**json.loads(line))
-        break  # and ends as every program does
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+if __name__ == "__main__":
+    print("ready", flush=True)
+    for line in iter(sys.stdin.readline, ""):
+        pid = os.fork()
+        if pid == 0:
+            run(**json.loads(line))
+            break  # and ends as every program does
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
