@@ -58,6 +58,7 @@ PUBLIC = [
     "FedYogi",
     "FedquiltError",
     "FjORD",
+    "FullMean",
     "GaussianNoise",
     "GeometricMedian",
     "HeteroFL",

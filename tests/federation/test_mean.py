@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedquilt.federation.aggregation import average
+from fedquilt.federation.aggregation import FullMean, average
 from fedquilt.federation.client import Update
+from fedquilt.federation.state import State
 from fedquilt.structure.create import declare_structure
 from fedquilt.structure.cut import copy_subnet_tensors
 from fedquilt.structure.structure import Structure
@@ -80,8 +82,13 @@ def holds(subnet: Subnet, group: str | None, channel: int) -> bool:
     return kept is None or channel in kept.tolist()
 
 
-def cell_by_cell(params: dict[str, Tensor], updates: list[Update]) -> dict[str, np.ndarray]:
-    """Σ a_u w_u / Σ a_u over the updates that hold a cell, in a loop over single cells."""
+def cell_by_cell(
+    params: dict[str, Tensor], updates: list[Update], *, over_all: bool = False
+) -> dict[str, np.ndarray]:
+    """Σ a_u w_u / Σ a_u over the updates that hold a cell, in a loop over single cells.
+
+    Over all updates, those that do not hold the cell have the server's value.
+    """
     sums: dict[tuple[str, tuple[int, ...]], tuple[float, float]] = {}
     names: dict[str, str] = {n: n for n in params}
     for update in updates:
@@ -107,8 +114,12 @@ def cell_by_cell(params: dict[str, Tensor], updates: list[Update]) -> dict[str, 
                     )
     expected = {t: params.get(t, params[n]).double().numpy().copy() for t, n in names.items()}
     for (target, cell), (total, weight) in sums.items():
-        if weight > 0:
+        if weight > 0 and not over_all:
             expected[target][cell] = total / weight
+        elif weight > 0:
+            everybody = sum(update.weight for update in updates)
+            kept = expected[target][cell] * (everybody - weight)
+            expected[target][cell] = (total + kept) / everybody
     return expected
 
 
@@ -125,6 +136,40 @@ def test_average_is_the_mean_over_holders_cell_by_cell(structure, params, cohort
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(found[name].double().numpy(), values, rtol=1e-4, atol=1e-5)
+
+
+@st.composite
+def cohorts_of_single_subnets(draw) -> list[tuple[list[Subnet], float, int]]:
+    return [(chosen[:1], weight, seed) for chosen, weight, seed in draw(cohorts())]
+
+
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(cohort=cohorts_of_single_subnets(), has_own=st.booleans())
+def test_the_full_mean_is_over_all_updates_cell_by_cell(structure, params, cohort, has_own):
+    if has_own:
+        params = {**params, "a@x": params["a"] * 2}
+    updates = made(structure, params, cohort)
+    setup = SimpleNamespace(structure=structure)
+    found = FullMean().aggregate(setup, State(0, "train", params), iter(updates))
+    expected = cell_by_cell(params, updates, over_all=True)
+    assert found.params.keys() == expected.keys()
+    for name, values in expected.items():
+        tensor = found.params[name].double().numpy()
+        np.testing.assert_allclose(tensor, values, rtol=1e-4, atol=1e-5)
+
+
+def test_what_all_clients_hold_has_the_same_full_mean_and_what_one_holds_its_share(
+    structure, params
+):
+    whole, narrow = Subnet(), structure.subnet(0.5)
+    updates = made(structure, params, [([whole], 1.0, 0), ([narrow], 3.0, 1)])
+    setup = SimpleNamespace(structure=structure)
+    full = FullMean().aggregate(setup, State(0, "train", params), updates).params["a"]
+    plain, old = average(params, structure, updates)["a"], params["a"]
+    torch.testing.assert_close(full[:3], plain[:3])
+    torch.testing.assert_close(full[3:] - old[3:], (plain[3:] - old[3:]) / 4)
 
 
 @settings(

@@ -15,7 +15,7 @@ RULES = (fq.Median(hostile=1), fq.GeometricMedian(hostile=1), fq.MultiKrum(hosti
 
 
 def test_rules_take_the_place_of_the_mean_in_every_method(case, request):
-    """No trimming is the mean of equal weights; other rules move no other cells than a mean."""
+    """No trimming is the mean over holders, equally weighted; other rules move no other cells."""
     name = request.node.callspec.params["case"]
     if name in REFUSED:
         with pytest.raises(ConfigError, match=f"{REFUSED[name]}; leave out aggregator"):
@@ -28,7 +28,7 @@ def test_rules_take_the_place_of_the_mean_in_every_method(case, request):
         method = replace(case.method, **parts)
         return method.merge(case.setup, state, updates).params
 
-    mean = merge(transforms=(fq.EqualWeights(),))
+    mean = merge(aggregator=fq.Mean(), transforms=(fq.EqualWeights(),))
     same = merge(aggregator=fq.TrimmedMean(hostile=0))
     assert mean.keys() == same.keys()
     for tensor in mean:

@@ -196,7 +196,10 @@ def test_fed_uniform_has_the_widest_net_of_one_width_within_every_limit(world, l
 
 
 def test_subnets_of_ones_own_are_trained_by_partial_averaging(world, local_training):
-    """FedPA alone, against the mean of every cell over those that hold it, weighted by data."""
+    """FedPA alone, against Algorithm 3: the mean over all clients of the round, by their data.
+
+    A cell that a client does not hold is the server's; with ``Mean`` only its holders count.
+    """
     structure = world.setup.structure
     subnets = (
         structure.subnet(),
@@ -221,7 +224,10 @@ def test_subnets_of_ones_own_are_trained_by_partial_averaging(world, local_train
         total[rows[:, None], columns] += count * update.params[0][name]
         weight[rows[:, None], columns] += count
     assert (weight > 0).all()
-    torch.testing.assert_close(after[name], total / weight)
+    kept = (sum(counts) - weight) * state.params[name]
+    torch.testing.assert_close(after[name], (total + kept) / sum(counts))
+    holders = replace(method, aggregator=fq.Mean()).merge(world.setup, state, updates).params
+    torch.testing.assert_close(holders[name], total / weight)
     with pytest.raises(ConfigError, match="there are 4 clients and 1 subnets"):
         fq.FedPA(local_training, subnets=subnets[:1]).start(world.setup)
 

@@ -166,9 +166,11 @@ def test_adaptive_clipping_moves_the_norm_in_the_records(population, tmp_path):
     assert norms[-1] < norms[0] == 100.0
 
 
-def test_without_noise_and_with_all_clients_a_private_mean_is_the_mean(population):
+@pytest.mark.parametrize("aggregator", [None, fq.FullMean()])
+def test_without_noise_and_with_all_clients_a_private_mean_is_the_mean(population, aggregator):
     privacy = fq.Privacy(noise_multiplier=0.0, clip=1e6)
-    method = fq.HeteroFL(fq.LocalTraining(epochs=1), fraction=1.0, own_rows=False)
+    local_training = fq.LocalTraining(epochs=1)
+    method = fq.HeteroFL(local_training, fraction=1.0, own_rows=False, aggregator=aggregator)
     private = train(population, privacy=privacy, method=method, rounds=1)
     plain = train(population, privacy=None, method=method, rounds=1)
     for name, tensor in plain.state.params.items():

@@ -23,6 +23,7 @@ from fedquilt.federation.aggregation import (
     TAKE_MEAN,
     Aggregate,
     AggregationPipeline,
+    FullMean,
     ServerOptimizer,
     ServerUpdate,
     Validator,
@@ -50,7 +51,10 @@ LOCAL_TRAINING = LocalTraining(
 
 @dataclass(frozen=True)
 class FedPA(BaseMethod):
-    """Algorithm 3: clients train subnets of their own; each cell is averaged over its holders.
+    """Algorithm 3: clients train subnets of their own, and the server averages them.
+
+    Each cell is averaged over all clients of a round; one that does not hold it counts as the
+    server's value (``FullMean``). ``aggregator=Mean()`` averages over a cell's holders alone.
 
     ``subnets`` are the clients', in their order. Without them each has the widest uniform net that
     its budget allows, which is the paper's baseline FedUniform. Groups that ``whole`` names, by
@@ -118,6 +122,10 @@ class FedPA(BaseMethod):
         subnet = self.architecture(setup, state, client)
         seed = derive_seed(setup.seed, state.round, client.id)
         return Task(client.id, (subnet,), state.params, recipe, seed)
+
+    def training_aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:
+        """Lines 5 and 10: the mean over all clients of the round, by n_m / n^(t)."""
+        return chain(FullMean(), self.server_optimizer)
 
     def architecture(self, setup: Setup, state: State, client: Client) -> Subnet:
         """A client's own net; that of FedUniform, if it has found none."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fedquilt.errors import CheckpointError, ConfigError
-from fedquilt.federation.aggregation import AggregationPipeline, LabelAwareMean, Mean
+from fedquilt.federation.aggregation import AggregationPipeline, FullMean, LabelAwareMean, Mean
 from fedquilt.federation.client import Task
 from fedquilt.federation.privacy.accountant import Accountant, PrivacySpent
 from fedquilt.federation.privacy.mechanism import (
@@ -276,7 +276,7 @@ class PrivateRounds:
 
     def make_pipeline(self, pipeline: AggregationPipeline) -> AggregationPipeline:
         """The method's pipeline with a private mean."""
-        if type(pipeline.aggregator) not in (Mean, LabelAwareMean):
+        if type(pipeline.aggregator) not in (Mean, LabelAwareMean, FullMean):
             raise ConfigError(
                 f"privacy is a mean with noise, and {type(self.method).__name__} merges by "
                 f"{pipeline.aggregator}; choose a method or rule that takes the mean"
@@ -288,6 +288,7 @@ class PrivateRounds:
             per_ring=self.privacy.clipping == "rings",
             count_noise=self.count_noise,
             is_local=not self.privacy.is_central,
+            over_all=isinstance(pipeline.aggregator, FullMean),
         )
         adapt = self._make_adaptation()
         validators = (*pipeline.validators, RequireWholeReply(self.count_holdings))

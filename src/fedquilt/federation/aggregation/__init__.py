@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fedquilt.federation.aggregation.catalog import AGGREGATORS, TRANSFORMS
 from fedquilt.federation.aggregation.coordinate_rules import CoordinateRule, Median, TrimmedMean
+from fedquilt.federation.aggregation.full_mean import FullMean
 from fedquilt.federation.aggregation.mean import LabelAwareMean, Mean, average
 from fedquilt.federation.aggregation.parts import (
     Aggregate,
@@ -59,6 +60,7 @@ __all__ = [
     "FedAdam",
     "FedAvgM",
     "FedYogi",
+    "FullMean",
     "GeometricMedian",
     "Krum",
     "LabelAwareMean",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedquilt.federation.aggregation.coordinate_rules import Median, TrimmedMean
+from fedquilt.federation.aggregation.full_mean import FullMean
 from fedquilt.federation.aggregation.mean import Mean
 from fedquilt.federation.aggregation.parts import Aggregator, UpdateTransform
 from fedquilt.federation.aggregation.transforms import (
@@ -19,7 +20,9 @@ from fedquilt.federation.aggregation.vector_rules import (
 )
 
 AGGREGATORS: dict[str, type[Aggregator]] = {
-    "mean": Mean,
+    "mean": Mean,  # that of the method
+    "holder-mean": Mean,
+    "full-mean": FullMean,
     "trimmed-mean": TrimmedMean,
     "median": Median,
     "geometric-median": GeometricMedian,

@@ -226,14 +226,16 @@ class MeanAccumulator:
             averaged[target] = keep_constants(new, self._old(total.first))
         return averaged
 
+    def held_weight(self, target: str) -> Tensor:
+        """Returns the sum of weights of the updates that hold each cell; after ``result``."""
+        weights = torch.zeros(self._structure.shapes[target.partition("@")[0]])
+        for cells, weight in self._holders.get(target, ()):
+            _add_to(weights, cells, weight)
+        return weights
+
     def trained(self, target: str) -> Tensor:
         """Returns a mask of the cells that were held with a weight above 0; after ``result``."""
-        plain = target.partition("@")[0]
-        mask = torch.zeros(self._structure.shapes[plain], dtype=torch.bool)
-        for cells, weight in self._holders.get(target, ()):
-            if weight:
-                _write(mask, cells, torch.ones_like(view_cells(mask, cells.index)))
-        return mask
+        return self.held_weight(target) > 0
 
     def _finish(self, total: _RunningSum, holders: Sequence[tuple[CellRange, float]]) -> Tensor:
         old = self._old(total.first)

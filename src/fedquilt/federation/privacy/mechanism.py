@@ -100,6 +100,7 @@ class PrivateMean(Aggregator):
         per_ring: Whether the norm is bounded in each ring of cells.
         count_noise: With adaptive clipping, σ_b of the count that is released as well.
         is_local: Whether clients have clipped their changes and added noise themselves.
+        over_all: Whether sums are divided by the expected size of a cohort, as ``FullMean`` does.
     """
 
     holdings: CountHoldings
@@ -108,6 +109,7 @@ class PrivateMean(Aggregator):
     per_ring: bool = False
     count_noise: float | None = None
     is_local: bool = False
+    over_all: bool = False
     is_linear = False
     has_public_denominator = True
     needs_public_denominator = True
@@ -144,9 +146,11 @@ class PrivateMean(Aggregator):
     def _release(
         self, setup: Setup, state: State, rings: Rings, sums: dict[int, Tensor]
     ) -> Aggregate:
-        """Adds noise to the sums, and divides them by the expected numbers of holders."""
+        """Adds noise to the sums, and divides them by the expected numbers of clients."""
         population, clip = self.holdings(setup, state), read_clip(state)
         expected = [self.rate * count for count in rings.count_holders(population)]
+        everyone = self.rate * sum(population.values())
+        divisors = [everyone] * len(expected) if self.over_all else expected
         noise_multiplier = self._find_noise_multiplier(state)
         if noise_multiplier:
             std = noise_multiplier * clip
@@ -155,7 +159,7 @@ class PrivateMean(Aggregator):
         old = rings.gather_global(state.params)
         new = {
             ring: torch.where(
-                old[ring].isfinite(), old[ring].double() + total / expected[ring], old[ring]
+                old[ring].isfinite(), old[ring].double() + total / divisors[ring], old[ring]
             )
             for ring, total in sums.items()
         }
