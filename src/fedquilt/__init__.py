@@ -16,11 +16,13 @@ Linear(in_features=4, out_features=10, bias=True)
 (True, True, True)
 >>> fq.AGGREGATORS["median"] is fq.Median, fq.ATTACKS["alie"] is fq.ALIE
 (True, True)
->>> "mse" in fq.LOSSES, "r2" in fq.METRICS
-(True, True)
+>>> "mse" in fq.LOSSES, "r2" in fq.METRICS, "csv" in fq.TRACKERS
+(True, True, True)
 >>> fq.__version__.count(".") >= 2
 True
 """
+
+import logging
 
 from fedquilt.comparison.compare import compare
 from fedquilt.comparison.comparison import Comparison
@@ -113,6 +115,7 @@ from fedquilt.methods import (
 from fedquilt.methods.base import BaseMethod
 from fedquilt.models import MODELS, make_model
 from fedquilt.models.pretrained import load_pretrained
+from fedquilt.report.progress import ProgressBar
 from fedquilt.report.runs import write_report  # shadows the package, which stays importable
 from fedquilt.runs.audit import audit_run
 from fedquilt.runs.events import (
@@ -124,11 +127,19 @@ from fedquilt.runs.events import (
     ProblemFound,
     RoundDone,
     RoundStarted,
+    RunEnded,
+    RunStarted,
 )
 from fedquilt.runs.open import open_run
 from fedquilt.runs.policies import Cadence, FaultPolicy
 from fedquilt.runs.run import Run
 from fedquilt.runs.selection import Selection
+from fedquilt.runs.trackers.catalog import TRACKERS
+from fedquilt.runs.trackers.csv_file import CSVTracker
+from fedquilt.runs.trackers.mlflow import MLflowTracker
+from fedquilt.runs.trackers.tensorboard import TensorBoardTracker
+from fedquilt.runs.trackers.tracker import Tracker
+from fedquilt.runs.trackers.wandb import WandbTracker
 from fedquilt.runs.train import train
 from fedquilt.structure.budget import Budget, fit_budget
 from fedquilt.structure.cost import Cost, compute_cost
@@ -146,6 +157,8 @@ from fedquilt.training.settings import LocalTraining
 from fedquilt.training.torch_optimizers import TorchOptimizer
 from fedquilt.version import __version__
 
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
 __all__ = [
     "ADDS",
     "AGGREGATORS",
@@ -159,6 +172,7 @@ __all__ = [
     "PGD",
     "SERVER_OPTIMIZERS",
     "STC",
+    "TRACKERS",
     "Accountant",
     "Aggregate",
     "AggregationPipeline",
@@ -168,6 +182,7 @@ __all__ = [
     "BaseMethod",
     "BatchLoss",
     "Budget",
+    "CSVTracker",
     "Cadence",
     "Callback",
     "CapWeight",
@@ -214,6 +229,7 @@ __all__ = [
     "LocalSGD",
     "LocalTraining",
     "Loss",
+    "MLflowTracker",
     "Mean",
     "Median",
     "Method",
@@ -229,11 +245,14 @@ __all__ = [
     "Privacy",
     "PrivacySpent",
     "ProblemFound",
+    "ProgressBar",
     "Recipe",
     "RobustAggregator",
     "RoundDone",
     "RoundStarted",
     "Run",
+    "RunEnded",
+    "RunStarted",
     "SGDSettings",
     "SHeteroFL",
     "ScaledUpdate",
@@ -250,14 +269,17 @@ __all__ = [
     "Structure",
     "Subnet",
     "Task",
+    "TensorBoardTracker",
     "TorchMetric",
     "TorchOptimizer",
+    "Tracker",
     "TrimmedMean",
     "Update",
     "UpdateError",
     "UpdateTransform",
     "Validator",
     "VectorRule",
+    "WandbTracker",
     "__version__",
     "audit_run",
     "average",

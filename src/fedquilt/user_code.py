@@ -1,7 +1,8 @@
-"""Functions of users, found by their path: ``file.py:function`` or ``package.module:function``."""
+"""What users write as text: paths of functions, ``file.py:function``, and calls, ``name(3)``."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
@@ -20,6 +21,36 @@ def is_function_path(name: str) -> bool:
     (True, False)
     """
     return ":" in name
+
+
+def is_call(text: str) -> bool:
+    """Whether a text is a call, as ``parse_call`` takes it, and so no path.
+
+    >>> is_call("mlflow(uri='http://localhost:5000')"), is_call("mine (1).py:make")
+    (True, False)
+    """
+    return text.rstrip().endswith(")")
+
+
+def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """The name, the values and the named values of a call of plain values; nothing is run.
+
+    A name alone is a call without values. Anything else raises a ValueError.
+
+    >>> parse_call("RandomCrop(32, padding=4)"), parse_call("csv")
+    (('RandomCrop', [32], {'padding': 4}), ('csv', [], {}))
+    """
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, RecursionError) as problem:
+        raise ValueError(str(problem)) from problem
+    if isinstance(call, ast.Name):
+        return call.id, [], {}
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise ValueError("it is no call")
+    values = [ast.literal_eval(value) for value in call.args]
+    named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    return call.func.id, values, named
 
 
 def load_function(path: str, noun: str) -> Callable[..., Any]:

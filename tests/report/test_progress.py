@@ -16,6 +16,7 @@ from fedquilt.runs.events import (
     Evaluated,
     RoundDone,
     RoundStarted,
+    RunEnded,
 )
 
 SCORES = (
@@ -42,9 +43,10 @@ def shown(state):
 
 def test_plain_lines_are_one_per_round_evaluation_and_failure():
     file = io.StringIO()
-    with ProgressBar(Console(file=file), num_rounds=10) as progress:
-        for event in ROUND:
-            progress(event)
+    progress = ProgressBar(Console(file=file), num_rounds=10)
+    for event in ROUND:
+        progress(event)
+    progress(RunEnded("finished"))
     assert file.getvalue().splitlines() == [
         "client 2 failed: out of memory",
         "round 1/10 · loss 0.5000 · 1 client · 1 failed · 1.5 s",
@@ -60,8 +62,9 @@ def test_another_environment_is_reported_on_every_console(is_live):
 
     file = File()
     console = Console(file=file, force_terminal=is_live, force_interactive=is_live, width=400)
-    with ProgressBar(console, num_rounds=10) as progress:
-        progress(EnvironmentChanged(3, "torch 2.6 -> 2.7"))
+    progress = ProgressBar(console, num_rounds=10)
+    progress(EnvironmentChanged(3, "torch 2.6 -> 2.7"))
+    progress(RunEnded("finished"))
     assert "after round 3 in another environment (torch 2.6 -> 2.7): the last bits" in (
         file.getvalue()
     )
@@ -102,8 +105,9 @@ def test_lines_about_accuracy_fit_eighty_columns(widths, text):
 
 def test_long_lines_are_not_broken():
     file = io.StringIO()
-    with ProgressBar(Console(file=file, width=20), num_rounds=10) as progress:
-        progress(ClientDone(2, "a reason that is longer than twenty letters"))
+    progress = ProgressBar(Console(file=file, width=20), num_rounds=10)
+    progress(ClientDone(2, "a reason that is longer than twenty letters"))
+    progress(RunEnded("finished"))
     assert file.getvalue().count("\n") == 1
 
 
@@ -163,17 +167,18 @@ def test_shares_of_a_round_do_not_count_in_the_next():
 
 def test_plain_lines_tell_of_long_rounds_now_and_then():
     now, file = [0.0], io.StringIO()
-    with ProgressBar(Console(file=file), num_rounds=100, clock=lambda: now[0]) as progress:
-        now[0] = 100.0  # what came before the round does not count
-        progress(RoundStarted(31, "search", 4, 131))
-        for second in range(1, 26):
-            now[0] = 100.0 + second
-            progress(ClientProgress(4, second / 100))
-            progress(ClientProgress(3, min(second / 15, 1.0)))
-            progress(ClientProgress(9, 1.0))  # done, but its result has to wait
-        progress(RoundStarted(32, "search", 4, 131))
-        now[0] += 9.0
-        progress(ClientProgress(4, 0.5))
+    progress = ProgressBar(Console(file=file), num_rounds=100, clock=lambda: now[0])
+    now[0] = 100.0  # what came before the round does not count
+    progress(RoundStarted(31, "search", 4, 131))
+    for second in range(1, 26):
+        now[0] = 100.0 + second
+        progress(ClientProgress(4, second / 100))
+        progress(ClientProgress(3, min(second / 15, 1.0)))
+        progress(ClientProgress(9, 1.0))  # done, but its result has to wait
+    progress(RoundStarted(32, "search", 4, 131))
+    now[0] += 9.0
+    progress(ClientProgress(4, 0.5))
+    progress(RunEnded("finished"))
     assert file.getvalue().splitlines() == [
         "round 31/131 (search) · client 3 60%, client 4 10%",
         "round 31/131 (search) · client 4 20%",
@@ -188,12 +193,13 @@ class Terminal(io.StringIO):
 def test_the_live_display_is_drawn_ten_times_a_second_at_most_and_prints_no_shares():
     now, file = [0.0], Terminal()
     console = Console(file=file, force_terminal=True, width=100)
-    with ProgressBar(console, num_rounds=100, clock=lambda: now[0]) as progress:
-        progress(RoundStarted(31, "search", 10, 131))
-        for millisecond in range(1, 20_001):
-            now[0] = millisecond / 1000
-            progress(ClientProgress(3, millisecond / 40_000))
-        pictures = file.getvalue().count("10 clients")
-        assert "0.5/10 clients" in file.getvalue()
+    progress = ProgressBar(console, num_rounds=100, clock=lambda: now[0])
+    progress(RoundStarted(31, "search", 10, 131))
+    for millisecond in range(1, 20_001):
+        now[0] = millisecond / 1000
+        progress(ClientProgress(3, millisecond / 40_000))
+    pictures = file.getvalue().count("10 clients")
+    assert "0.5/10 clients" in file.getvalue()
+    progress(RunEnded("finished"))
     assert 100 <= pictures <= 201
     assert "client 3" not in file.getvalue()

@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from fedquilt.report.figures import Boxes, Densities, Grid, Lines
 from fedquilt.report.page import MAX_LISTED, RunReport, plot_figures, render_parts, write_page
 from fedquilt.report.records import read_client_summaries, read_evaluations, read_rounds
 from fedquilt.runs.directory import RunDirectory
-from fedquilt.runs.status import RunStatus, StatusWriter, read_status, write_status
+from fedquilt.runs.status import RunStatus, StatusWriter, read_status
 
 
 @pytest.fixture(scope="module")
@@ -143,15 +142,15 @@ def test_a_finished_run_says_so(kept):
 def test_the_status_follows_events_and_ends_with_how_the_run_ended(tmp_path, monkeypatch):
     directory = RunDirectory(tmp_path)
     monkeypatch.setattr("fedquilt.runs.status.MIN_SECONDS", 0.0)
-    with suppress(KeyboardInterrupt), write_status(directory) as (notify,):
-        notify(fq.RoundStarted(2, "train", 3, 9))
-        notify(fq.ClientDone(0))
-        notify(fq.ClientDone(1, "ran out of memory"))
-        status = read_status(directory)
-        assert (status.round, status.total, status.num_done) == (2, 9, 2)
-        assert status.failed == {1: "ran out of memory"}
-        assert status.is_alive
-        raise KeyboardInterrupt
+    notify = StatusWriter(directory)
+    notify(fq.RoundStarted(2, "train", 3, 9))
+    notify(fq.ClientDone(0))
+    notify(fq.ClientDone(1, "ran out of memory"))
+    status = read_status(directory)
+    assert (status.round, status.total, status.num_done) == (2, 9, 2)
+    assert status.failed == {1: "ran out of memory"}
+    assert status.is_alive
+    notify(fq.RunEnded("stopped"))
     assert read_status(directory).state == "stopped"
 
 
@@ -168,7 +167,7 @@ def test_the_status_is_bounded(tmp_path):
     for client in range(1000):
         writer(fq.ClientDone(client, "x" * 1000))
     writer(fq.RoundStarted(1, "train", 1, 1))
-    writer.close("stopped")
+    writer(fq.RunEnded("stopped"))
     assert (tmp_path / "status.json").stat().st_size < 20_000
 
 

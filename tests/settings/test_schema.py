@@ -49,6 +49,7 @@ TYPED = {
     "checkpoint_every": ("3", 3),
     "keep": ("best", "best"),
     "patience": ("4", 4),
+    "track": ("csv", ["csv"]),
 }
 
 
@@ -150,6 +151,7 @@ def test_an_option_means_the_same_as_its_setting(option, setting):
         return
     text, value = TYPED[option]
     typed = parameter.type.convert(text, parameter, None)
+    typed = [typed] if parameter.multiple else typed
     assert typed == value
     assert type(typed) is type(value)
     by_option = load_config(override_settings({}, {setting: typed}))

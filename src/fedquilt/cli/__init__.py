@@ -23,6 +23,7 @@ from fedquilt.cli import (
     up,
     watch,
 )
+from fedquilt.cli.log_level import takes_log_level
 from fedquilt.cli.output import detachable_output
 from fedquilt.cli.wording import speak_options
 from fedquilt.errors import FedquiltError
@@ -88,4 +89,4 @@ for module, command in (
     (up, up.up),
     (schema, schema.schema),
 ):
-    app.command(epilog=f"Example: {module.EXAMPLE}")(command)
+    app.command(epilog=f"Example: {module.EXAMPLE}")(takes_log_level(command))

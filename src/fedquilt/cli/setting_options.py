@@ -35,6 +35,7 @@ TRAIN_OPTIONS = {  # parameter of the command -> setting
     "evaluate_every": "run.evaluate_every",
     "checkpoint_every": "run.checkpoint_every",
     "test_locally": "run.test_locally",
+    "track": "run.trackers",
     "keep": "selection.keep",
     "patience": "selection.patience",
 }
@@ -55,17 +56,23 @@ def describe_setting(name: str) -> str:
     'Rounds of training. Default: 20.'
     """
     field = list_settings()[name]
-    has_default = field.default is not None and field.default is not False
+    has_default = field.default is not None and field.default is not False and field.default != ()
     return f"{field.description}{f' Default: {field.default}.' if has_default else ''}"
 
 
-def get_option_type(name: str) -> type:
+def get_option_type(name: str) -> Any:
     """The type of a setting's option: text if the setting can be text, else its own.
+
+    The option of a setting that is a list of texts can be given several times.
 
     >>> get_option_type("data.clients"), get_option_type("data.budgets")
     (<class 'int'>, <class 'str'>)
+    >>> get_option_type("run.trackers")
+    list[str]
     """
     annotation = list_settings()[name].annotation
+    if annotation == tuple[str, ...]:
+        return list[str]
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not NoneType]
     for kind in (str, bool, int, float):
         if kind in kinds:
@@ -87,7 +94,8 @@ def takes_settings(options: Mapping[str, str]) -> Callable[[Command], Command]:
         @functools.wraps(command)
         def run(**values: Any) -> None:
             given = {setting: values.pop(name) for name, setting in options.items()}
-            command(options={k: v for k, v in given.items() if v is not None}, **values)
+            # typer's value of a list that was not given is an empty one
+            command(options={k: v for k, v in given.items() if v not in (None, [])}, **values)
 
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.name != "options"]

@@ -200,8 +200,7 @@ def _train_with_progress(
             print_lines(console, *head)
             head.clear()
 
-        with watch:
-            return run.train([announce, watch])
+        return run.train([announce, watch])
 
 
 def _describe_run(config: Config) -> str:

@@ -29,6 +29,7 @@ WITHOUT_INFLUENCE = (
     "run.heartbeat",
     "run.deadline",
     "run.checkpoint_every",
+    "run.trackers",
     "flower.",
     "data.source",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias
@@ -18,6 +17,7 @@ from fedquilt.data.transforms import (
     Transform,
 )
 from fedquilt.errors import DataError, describe_unknown
+from fedquilt.user_code import parse_call
 
 AnyTransform: TypeAlias = Transform | str | Callable[[Tensor], Tensor]
 Chain: TypeAlias = tuple[Transform, ...]
@@ -178,15 +178,8 @@ def parse_transform(text: str) -> Transform:
     HorizontalFlip(p=0.5)
     """
     try:
-        call = ast.parse(text.strip(), mode="eval").body
-        if isinstance(call, ast.Name):
-            call = ast.Call(call, [], [])
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            raise ValueError("it is no call")
-        name = call.func.id
-        values = [ast.literal_eval(value) for value in call.args]
-        named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (SyntaxError, ValueError, RecursionError) as problem:
+        name, values, named = parse_call(text)
+    except ValueError as problem:
         raise DataError(
             "a transform is written like a call with plain numbers, such as 'Resize(32)' or "
             f"'RandomCrop(32, padding=4)', got '{text}'"

@@ -29,6 +29,7 @@ from fedquilt.runs.run import Run
 from fedquilt.settings.load import load_config, override_settings
 from fedquilt.settings.resolve import build_population, load_source, resolve_config
 from fedquilt.settings.schema import DEFAULT_CLIENTS, Config
+from fedquilt.user_code import is_call, is_function_path
 
 ENGINES = ("local", "flower", "flower-simulation")
 DATASET_NAMES = {"digits", "digits5", *HUB, *FOLDERS}  # which are not paths
@@ -98,11 +99,21 @@ def _resolve_paths(config: Config) -> dict[str, Any]:
     if source not in DATASET_NAMES and Path(source).expanduser().exists():
         changes["data.source"] = str(Path(source).expanduser().resolve())
     if ":" in model:
-        path, _, function = model.rpartition(":")
-        changes["model.name"] = f"{Path(path).resolve()}:{function}"
+        changes["model.name"] = _resolve_function(model)
     if weights is not None:
         changes["model.weights"] = str(Path(weights).resolve())
+    if config.run.trackers:
+        changes["run.trackers"] = [
+            _resolve_function(text) if is_function_path(text) and not is_call(text) else text
+            for text in config.run.trackers
+        ]
     return changes
+
+
+def _resolve_function(text: str) -> str:
+    """A path of a function, absolute if it is in a file."""
+    path, _, function = text.rpartition(":")
+    return f"{Path(path).resolve()}:{function}"
 
 
 def train_on_flower(

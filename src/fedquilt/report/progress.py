@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
+from functools import partial
+from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,7 +21,6 @@ from fedquilt.formatting import format_duration, format_percent
 from fedquilt.runs.event_lines import SEPARATOR, describe_event, describe_values
 from fedquilt.runs.events import (
     CheckpointDamaged,
-    CheckpointSaved,
     ClientDone,
     ClientProgress,
     EnvironmentChanged,
@@ -26,8 +28,9 @@ from fedquilt.runs.events import (
     Event,
     ProblemFound,
     RoundDone,
-    RoundRepeated,
     RoundStarted,
+    RunEnded,
+    RunStarted,
     WaitingForLock,
 )
 
@@ -81,15 +84,6 @@ class ProgressState:
                 self.local_accuracy = event.local_accuracy
             case Evaluated():
                 self.evaluation = event
-            case (
-                CheckpointSaved()
-                | EnvironmentChanged()
-                | CheckpointDamaged()
-                | ProblemFound()
-                | RoundRepeated()
-                | WaitingForLock()
-            ):
-                pass
 
     @property
     def clients_done(self) -> float:
@@ -111,22 +105,67 @@ class ProgressState:
         return seconds / (self.rounds_done - first) * (self.num_rounds - self.rounds_done)
 
 
+class Display(Protocol):
+    """Where the progress of a run is shown again and again, in one place."""
+
+    def show(self, state: ProgressState) -> None:
+        """Shows the progress as it is now."""
+        ...
+
+    def close(self) -> None:
+        """Ends the display."""
+        ...
+
+
+class TerminalDisplay:
+    """A display at the bottom of a terminal, which is removed in the end."""
+
+    def __init__(self, console: Console) -> None:
+        # without a refreshing thread: workers are forked from this process
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live.start()
+
+    def show(self, state: ProgressState) -> None:
+        """Shows the progress as it is now."""
+        self._live.update(render_progress(state), refresh=True)
+
+    def close(self) -> None:
+        """Removes the display."""
+        self._live.stop()
+
+
 class ProgressBar:
-    """A callback that shows the events of a run on a console; use it with ``with``.
+    """A callback that shows the progress of a run.
+
+    A terminal gets a live display, a notebook with ipywidgets a widget, anything else one line for
+    each round, evaluation and problem.
 
     Args:
-        console: A terminal gets a live display, anything else one line per event.
+        console: Where to write; None: to standard output.
         num_rounds: The rounds of the run, until its first event tells.
         clock: Tells the time in seconds.
+
+    >>> import torch, fedquilt as fq
+    >>> data = (torch.rand(12, 4), torch.arange(12) % 3)
+    >>> clients = fq.make_clients(data, test=data, count=2)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    >>> run = fq.train(
+    ...     model, data[0], "fedavg", clients, 1, workers=0, callbacks=[fq.ProgressBar()]
+    ... )  # doctest: +ELLIPSIS
+    round 1/1 · loss ... · 2 clients · ... s
+    round 1/1 · accuracy ...% at 1
     """
 
     def __init__(
-        self, console: Console, num_rounds: int, clock: Callable[[], float] = time.monotonic
+        self,
+        console: Console | None = None,
+        num_rounds: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console, self._clock, self._state = console, clock, ProgressState(num_rounds, clock)
-        is_live = console.is_interactive and console.file.isatty()
-        # without a refreshing thread: workers are forked from this process
-        self._live = Live(console=console, auto_refresh=False, transient=True) if is_live else None
+        self._console = console or Console(markup=False, highlight=False, emoji=False)
+        self._clock, self._state = clock, ProgressState(num_rounds, clock)
+        self._make_display = find_display(self._console)
+        self._display: Display | None = None
         self._last_refresh = float("-inf")
         self._last_line = clock()
 
@@ -135,30 +174,22 @@ class ProgressBar:
         """The rounds of the whole run, as far as it is known."""
         return self._state.num_rounds
 
-    def __enter__(self) -> ProgressBar:
-        """Starts the live display."""
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Removes the live display."""
-        if self._live is not None:
-            self._live.stop()
-
     def __call__(self, event: Event) -> None:
-        """Shows an event."""
+        """Shows an event.
+
+        Args:
+            event: What has happened.
+        """
+        if isinstance(event, RunStarted):
+            self._state = ProgressState(event.total, self._clock)
         self._state.update(event)
         line = describe_event(event, self._state.num_rounds)
-        if line and (self._live is None or isinstance(event, PRINTED_WHILE_LIVE)):
+        if line and (self._make_display is None or isinstance(event, PRINTED_WHILE_LIVE)):
             self._print(line)
-        if self._live is not None:
-            self._refresh(self._live, is_due=not isinstance(event, ClientDone | ClientProgress))
+        if isinstance(event, RunEnded):
+            self._close()
+        elif self._make_display is not None:
+            self._refresh(is_due=not isinstance(event, ClientDone | ClientProgress))
         elif isinstance(event, RoundStarted):
             self._last_line = self._clock()
         elif isinstance(event, ClientProgress):
@@ -173,11 +204,27 @@ class ProgressBar:
             self._last_line = now
             self._print(line)
 
-    def _refresh(self, live: Live, *, is_due: bool) -> None:
+    def _refresh(self, *, is_due: bool) -> None:
         now = self._clock()
-        if is_due or now - self._last_refresh >= REFRESH_INTERVAL:
+        if self._make_display is not None and (
+            is_due or now - self._last_refresh >= REFRESH_INTERVAL
+        ):
             self._last_refresh = now
-            live.update(render_progress(self._state), refresh=True)
+            self._display = self._display or self._make_display()
+            self._display.show(self._state)
+
+    def _close(self) -> None:
+        if self._display is not None:
+            self._display.close()
+            self._display = None
+
+
+def find_display(console: Console) -> Callable[[], Display] | None:
+    """What makes a display where this console writes; None: lines are better there."""
+    if console.is_jupyter:
+        return WidgetDisplay if importlib.util.find_spec("ipywidgets") else None
+    is_live = console.is_interactive and console.file.isatty()
+    return partial(TerminalDisplay, console) if is_live else None
 
 
 def describe_client_progress(state: ProgressState) -> str:
@@ -207,6 +254,14 @@ def render_progress(state: ProgressState) -> RenderableType:
         RichProgressBar(total=state.num_rounds, completed=state.rounds_done, width=32),
         Text("" if seconds is None else f"{format_duration(seconds)} left"),
     )
+    lines: list[RenderableType] = [bar, Text(describe_round_progress(state))]
+    if state.evaluation is not None:
+        lines.append(Text(describe_last_evaluation(state.evaluation), style="dim"))
+    return Group(*lines)
+
+
+def describe_round_progress(state: ProgressState) -> str:
+    """What the current round is about, and how far it is."""
     num_done = f"{state.clients_done:.1f}" if state.client_progress else state.num_done
     facts = [state.phase, f"{num_done}/{state.num_tasks} clients"]
     if state.loss is not None:
@@ -215,8 +270,39 @@ def render_progress(state: ProgressState) -> RenderableType:
         facts.append(f"local accuracy {format_percent(state.local_accuracy)}")
     if state.num_failures:
         facts.append(f"{state.num_failures} failed")
-    lines: list[RenderableType] = [bar, Text(SEPARATOR.join(facts))]
-    if state.evaluation is not None:
-        text = f"after round {state.evaluation.round}: {describe_values(state.evaluation.scores)}"
-        lines.append(Text(text, style="dim"))
-    return Group(*lines)
+    return SEPARATOR.join(facts)
+
+
+def describe_last_evaluation(evaluation: Evaluated) -> str:
+    """What the last evaluation has shown."""
+    return f"after round {evaluation.round}: {describe_values(evaluation.scores)}"
+
+
+class WidgetDisplay:
+    """A display in a notebook: a bar and two lines, which stay as they were in the end."""
+
+    def __init__(self) -> None:
+        import ipywidgets
+        from IPython.display import display
+
+        self._bar: Any = ipywidgets.FloatProgress(0.0, min=0.0, max=1.0)
+        self._head: Any = ipywidgets.Label()
+        self._lines: Any = ipywidgets.HTML()
+        head = ipywidgets.HBox([self._bar, self._head])
+        display(ipywidgets.VBox([head, self._lines]))  # type: ignore[no-untyped-call]
+
+    def show(self, state: ProgressState) -> None:
+        """Shows the progress as it is now."""
+        seconds = state.seconds_left
+        left = "" if not seconds else f"{SEPARATOR}{format_duration(seconds)} left"
+        self._bar.max = max(float(state.num_rounds), 1.0)
+        self._bar.value = state.rounds_done
+        self._head.value = f"round {state.round}/{state.num_rounds}{left}"
+        lines = [describe_round_progress(state)]
+        if state.evaluation is not None:
+            lines.append(describe_last_evaluation(state.evaluation))
+        self._lines.value = "<br>".join(html.escape(line) for line in lines)
+
+    def close(self) -> None:
+        """Marks the bar as done."""
+        self._bar.bar_style = "success" if self._bar.value >= self._bar.max else "warning"

@@ -5,6 +5,8 @@ A callback is a function of one event. It is called in the order in which things
 >>> import torch, fedquilt as fq
 >>> def follow(event: fq.Event) -> None:
 ...     match event:
+...         case fq.RunStarted():
+...             print(f"{event.settings['method']}, seed {event.settings['seed']}")
 ...         case fq.RoundStarted():
 ...             print(f"round {event.round} of {event.total}: {event.num_tasks} clients")
 ...         case fq.ClientDone():
@@ -17,16 +19,23 @@ A callback is a function of one event. It is called in the order in which things
 ...             print(f"saved as {event.path.name}")
 ...         case fq.ProblemFound():
 ...             print(event.finding.sentence)
+...         case fq.RunEnded():
+...             print(event.state)
 >>> data = (torch.rand(12, 4), torch.arange(12) % 3)
 >>> clients = fq.make_clients(data, test=data, count=2)
 >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
 >>> callbacks: list[fq.Callback] = [follow]
 >>> run = fq.train(model, data[0], "fedavg", clients, 1, workers=0, callbacks=callbacks)
+FedAvg, seed 0
 round 1 of 1: 2 clients
 client 0: done
 client 1: done
 536 bytes received
 1 size evaluated
+finished
+
+An exception that a callback raises ends the run. A ``Tracker`` is a callback that does not: it is
+switched off.
 """
 
 from __future__ import annotations
@@ -34,6 +43,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 from fedquilt.errors import ConfigError
 from fedquilt.evaluation.clients import ClientRecord
@@ -41,6 +51,40 @@ from fedquilt.evaluation.scores import SizeScore
 from fedquilt.federation.client import Failure
 from fedquilt.federation.privacy.accountant import PrivacySpent
 from fedquilt.runs.health import Finding
+
+RunState = Literal["finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """A run starts, or goes on from a checkpoint.
+
+    Args:
+        total: The number of rounds of all phases.
+        round: The number of rounds that are done already; 0 of a new run.
+        settings: The settings of the run by name, as plain values.
+        folder: The run's directory; None: it is in memory only.
+        is_resumed: Whether the run goes on.
+    """
+
+    total: int
+    round: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    is_resumed: bool = False
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """A run that was started has ended; it is the last event.
+
+    Args:
+        state: ``finished``; ``stopped`` by Ctrl-C or a signal; or ``failed``.
+        problem: Why it failed; None: it has not.
+    """
+
+    state: RunState
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -258,7 +302,9 @@ class CheckpointDamaged:
 
 
 Event = (
-    RoundStarted
+    RunStarted
+    | RunEnded
+    | RoundStarted
     | ClientProgress
     | ClientDone
     | RoundDone

@@ -24,6 +24,7 @@ from fedquilt.runs.policies import Cadence, FaultPolicy
 from fedquilt.runs.records import has_final_evaluation
 from fedquilt.runs.run import Run
 from fedquilt.runs.selection import Selection
+from fedquilt.runs.trackers.catalog import make_trackers
 from fedquilt.settings.load import load_config, override_settings
 from fedquilt.settings.resolve import (
     build_attack,
@@ -101,6 +102,7 @@ def plan_run_over(
         secure=build_secure_aggregation(config),
         selection=Selection(**config.selection.model_dump()),
         attack=build_attack(config),
+        callbacks=make_trackers(config.run.trackers),
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fedquilt.customize.bundle import save_bundle
 from fedquilt.customize.info import ModelCall, RunInfo, TaskNames, describe_inputs
@@ -27,16 +28,26 @@ from fedquilt.models.pretrained import LoadReport, load_pretrained
 from fedquilt.runs.attacks import check_attack, describe_attack
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.engines import EngineFactory, make_local_engine
-from fedquilt.runs.events import Callback, WaitingForLock, combine_callbacks, list_callbacks
+from fedquilt.runs.event_log import EventLogger
+from fedquilt.runs.events import (
+    Callback,
+    RunEnded,
+    RunStarted,
+    WaitingForLock,
+    combine_callbacks,
+    list_callbacks,
+)
 from fedquilt.runs.identity import compute_fingerprint, describe_settings
 from fedquilt.runs.loop import TrainingLoop
+from fedquilt.runs.phases import count_rounds
 from fedquilt.runs.policies import Cadence, FaultPolicy
 from fedquilt.runs.preflight import check_local_training, check_start
 from fedquilt.runs.privacy import PrivateRounds
 from fedquilt.runs.run import Run
 from fedquilt.runs.secure_preflight import check_secure
 from fedquilt.runs.selection import Selection
-from fedquilt.runs.status import write_status
+from fedquilt.runs.status import StatusWriter
+from fedquilt.settings.load import flatten_settings
 from fedquilt.structure.cut import load_tensors
 from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.serialization import to_plain
@@ -78,6 +89,7 @@ class RunPlan:
     secure: SecureAggregation | None = None  # None: the server sees every update
     selection: Selection = field(default_factory=Selection)
     attack: Attack | None = None  # None: all clients are honest
+    callbacks: tuple[Callback, ...] = ()  # of the settings: trackers
 
 
 def start_run(plan: RunPlan) -> PreparedRun:
@@ -208,9 +220,10 @@ class PreparedRun:
 
     def train(self, callbacks: Iterable[Callback] = ()) -> Run:
         """Trains to the last round, with the directory locked; ``callbacks`` get every event."""
-        plan, callbacks = self.plan, list_callbacks(callbacks)
+        plan, directory = self.plan, self.plan.directory
+        status = () if directory is None else (StatusWriter(directory),)
+        callbacks = (EventLogger(), *list_callbacks(callbacks), *plan.callbacks, *status)
         notify = combine_callbacks(callbacks)
-        directory = plan.directory
         waiting = WaitingForLock(None if directory is None else directory.path, MAX_WAIT)
         held = (
             nullcontext()
@@ -218,7 +231,7 @@ class PreparedRun:
             else directory.hold(resume=self.is_resumed, on_wait=lambda: notify(waiting))
         )
         make_engine = plan.engine or make_local_engine(None)
-        with held, write_status(directory) as more:
+        with held:
             secret = self._find_secret()
             if directory is not None and not self.is_resumed:
                 self._write_settings(directory)
@@ -237,7 +250,7 @@ class PreparedRun:
                         self.setup, plan.method, plan.privacy, plan.secure, plan.attack
                     ),
                     plan.cadence,
-                    (*callbacks, *more),
+                    callbacks,
                     plan.faults,
                     self._save_bundle,
                     plan.available,
@@ -249,7 +262,7 @@ class PreparedRun:
                     plan.population.validators,
                     attack=plan.attack,
                 )
-                return self._finish(loop)
+                return self._finish(loop, notify)
 
     def _find_secret(self) -> bytes:
         """The secret of a private run: a new one, or that of the run which goes on."""
@@ -263,13 +276,14 @@ class PreparedRun:
             directory.write_secret(secret)
         return secret
 
-    def _finish(self, loop: TrainingLoop) -> Run:
-        """Runs the loop to its end."""
+    def _finish(self, loop: TrainingLoop, notify: Callback) -> Run:
+        """Runs the loop to its end; ``notify`` hears of the start and of the end."""
         directory = self.plan.directory
         position = loop.restore() if self.is_resumed else loop.start()
         if directory is not None and self.is_resumed:  # after the checkpoint was found to fit
             self._write_settings(directory)
-        state, scores = loop.train_from(position)
+        with _announce(self._make_start_event(position.checkpoint.state.round), notify):
+            state, scores = loop.train_from(position)
         return Run(
             self.setup,
             self.plan.method,
@@ -282,6 +296,24 @@ class PreparedRun:
             loop.findings,
             loop.clients,
         )
+
+    def _make_start_event(self, round: int) -> RunStarted:
+        """The event of a run that starts, or goes on after a round."""
+        plan, setup = self.plan, self.setup
+        if plan.source.config is not None:
+            named = flatten_settings(plan.source.config)
+            settings = {name: value for name, value in named.items() if value is not None}
+        else:
+            settings = {
+                "method": type(plan.method).__name__,
+                "rounds": setup.rounds,
+                "seed": setup.seed,
+                "clients": len(setup.clients),
+                **_list_nested(describe_settings(plan.method), "method."),
+            }
+        folder = None if plan.directory is None else plan.directory.path
+        total = count_rounds(plan.method, setup)
+        return RunStarted(total, round, settings, folder, self.is_resumed)
 
     def _write_settings(self, directory: RunDirectory) -> None:
         if self.plan.source.toml is not None:
@@ -325,6 +357,36 @@ class PreparedRun:
         return info.with_results(
             loop.engine.client_versions(), state.chosen_subnets, loop.environments
         )
+
+
+@contextmanager
+def _announce(start: RunStarted, notify: Callback) -> Iterator[None]:
+    """Tells of the start of a run, and of its end, whatever that is."""
+    notify(start)
+    try:
+        yield
+    except KeyboardInterrupt:
+        notify(RunEnded("stopped"))
+        raise
+    except BaseException as problem:
+        notify(RunEnded("failed", str(problem) or type(problem).__name__))
+        raise
+    notify(RunEnded("finished"))
+
+
+def _list_nested(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Settings in settings, by dotted name, without the classes.
+
+    >>> _list_nested({"class": "FedAvg", "training": {"class": "LocalTraining", "lr": 0.5}}, "")
+    {'training.lr': 0.5}
+    """
+    named: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            named |= _list_nested(value, f"{prefix}{name}.")
+        elif name != "class":
+            named[f"{prefix}{name}"] = value
+    return named
 
 
 def _to_plain_or_none(method: Method) -> dict[str, object] | None:

@@ -6,21 +6,21 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.events import (
-    Callback,
     ClientDone,
     ClientProgress,
     Evaluated,
     Event,
     RoundDone,
     RoundStarted,
+    RunEnded,
 )
 
 MIN_SECONDS = 1.0  # between two writes, while clients work
@@ -104,16 +104,12 @@ class StatusWriter:
                 )
             case RoundDone() | Evaluated():
                 self._status = replace(status, working={})
+            case RunEnded() if status.total:  # it was not refused before its first round
+                state = "finished" if event.state == "finished" else "stopped"
+                self._status = replace(status, state=state, working={})
             case _:
                 return
-        self._write(at_once=isinstance(event, RoundStarted | RoundDone | Evaluated))
-
-    def close(self, state: str) -> None:
-        """Says how the run has ended, unless it was refused before its first round."""
-        if not self._status.total:
-            return
-        self._status = replace(self._status, state=state, working={})
-        self._write(at_once=True)
+        self._write(at_once=not isinstance(event, ClientProgress | ClientDone))
 
     def _write(self, *, at_once: bool) -> None:
         if not at_once and time.monotonic() - self._written < MIN_SECONDS:
@@ -124,21 +120,6 @@ class StatusWriter:
         with suppress(OSError):  # a full disk is no reason to stop here
             part.write_text(json.dumps(document))
             part.replace(self._file)
-
-
-@contextmanager
-def write_status(directory: RunDirectory | None) -> Iterator[tuple[Callback, ...]]:
-    """The callbacks that keep the status of a run, which ends with the context."""
-    if directory is None:
-        yield ()
-        return
-    writer = StatusWriter(directory)
-    state = "stopped"
-    try:
-        yield (writer,)
-        state = "finished"
-    finally:
-        writer.close(state)
 
 
 def read_status(directory: RunDirectory) -> RunStatus | None:

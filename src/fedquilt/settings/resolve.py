@@ -61,7 +61,7 @@ from fedquilt.training.poisoning import ATTACKS
 from fedquilt.training.serialization import list_functions
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.torch_optimizers import TorchOptimizer
-from fedquilt.user_code import is_function_path, load_function
+from fedquilt.user_code import is_call, is_function_path, load_function
 
 OF_OPTIMIZER = ("optimizer", "lr", "momentum", "weight_decay")
 OF_SCHEDULE = ("schedule", "milestones", "milestone_decay", "cosine", "round_decay")
@@ -121,6 +121,8 @@ def list_code(config: Config) -> dict[str, str]:
     """
     named = {"model.name": config.model.name, "task.loss": config.task.loss}
     named["task.metrics"] = next(filter(is_function_path, config.task.metrics), "")
+    trackers = (text for text in config.run.trackers if not is_call(text))
+    named["run.trackers"] = next(filter(is_function_path, trackers), "")
     code = {name: path for name, path in named.items() if is_function_path(path)}
     local_training = build_method(config).local_training  # type: ignore[attr-defined]
     for name in ("optimizer", "schedule", "step_schedule"):

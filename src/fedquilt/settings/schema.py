@@ -174,6 +174,14 @@ class RunSection(Section):
     """Rounds between checkpoints; 0: only at the end."""
     test_locally: bool = False
     """Whether clients test their own models in every round, before these are merged."""
+    trackers: tuple[str, ...] = ()
+    """Where numbers are logged: csv, tensorboard, mlflow or wandb, calls such as
+    wandb(mode='offline'), or file.py:function."""
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _list_one_tracker(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
 
 class SelectionSection(Section):

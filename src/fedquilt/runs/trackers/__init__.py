@@ -1,0 +1,1 @@
+"""Trackers: callbacks that send the numbers of a run elsewhere."""
