@@ -1,8 +1,12 @@
-"""Formats numbers for people."""
+"""Formats numbers and tables for people, and for the libraries they use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fedquilt.errors import ConfigError
 
 
 def format_si(value: float, unit: str = "") -> str:
@@ -53,3 +57,28 @@ def format_count(count: int, noun: str) -> str:
     ('1 round', '3 epochs')
     """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def make_html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
+    """A table in HTML, as notebooks show it.
+
+    >>> make_html_table(["width", "<b>"], [["1", "2"]])
+    '<table><tr><th>width</th><th>&lt;b&gt;</th></tr><tr><td>1</td><td>2</td></tr></table>'
+    """
+
+    def write(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    body = "".join(write(cells, "td") for cells in rows)
+    return f"<table>{title}{write(header, 'th')}{body}</table>"
+
+
+def make_data_frame(rows: Sequence[Mapping[str, Any]], index: str) -> Any:
+    """Rows as a data frame of pandas, with one of the columns as its index."""
+    try:
+        import pandas
+    except ImportError:
+        raise ConfigError("to_pandas needs pandas: pip install pandas") from None
+    frame = pandas.DataFrame(list(rows), columns=None if rows else [index])
+    return frame.set_index(index)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.evaluation.blocks import compute_mean_weights, read_step_sizes
-from fedquilt.report import figures, subnet_plots
+from fedquilt.figures import figure as figures
+from fedquilt.report import subnet_plots
 
 
 class Residual(nn.Module):

@@ -225,9 +225,9 @@ def test_own_models_are_evaluated_and_can_be_taken(world, tmp_path, workers):
     assert score.personal_accuracy == pytest.approx(sum(found) / len(found))
     own = [accuracy(shared, people.test[client]) for client in people.testers]
     assert score.user_accuracy == pytest.approx(sum(own) / len(own))
-    assert run.evaluate(workers=0) == list(run.scores)
+    assert run.evaluate(workers=0) == run.scores
     again = fq.open_run(tmp_path / "run", setup.model, method)
-    assert again.evaluate(people, workers=0) == list(run.scores)
+    assert again.evaluate(people, workers=0) == run.scores
 
 
 def test_own_models_answer_as_they_were_when_the_client_last_took_part(world):

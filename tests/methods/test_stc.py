@@ -424,7 +424,7 @@ def test_the_whole_model_comes_out(world, method):
     small = run.customize()
     assert small.features[0].out_channels == 8
     assert small.features[1].running_mean is not None
-    assert run.evaluate(workers=0) == list(run.scores)
+    assert run.evaluate(workers=0) == run.scores
 
 
 def test_settings_that_make_no_sense_are_refused():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedquilt.report.density import estimate_density
+from fedquilt.figures.density import estimate_density
 
 PERCENTAGES = st.lists(st.floats(0, 100), min_size=1, max_size=12)
 

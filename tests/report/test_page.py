@@ -24,7 +24,9 @@ from fedquilt.evaluation.architectures import (
 from fedquilt.evaluation.clients import ClientScore
 from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.targets import TargetResult
-from fedquilt.report import drawing, figures, score_plots, subnet_plots
+from fedquilt.figures import drawing
+from fedquilt.figures import figure as figures
+from fedquilt.report import score_plots, subnet_plots
 from fedquilt.report.page import RunReport, write_page
 from fedquilt.report.records import LocalTest, Milestone
 from fedquilt.structure.budget import Budget

@@ -9,9 +9,9 @@ import torch
 
 import fedquilt as fq
 from fedquilt.evaluation.clients import ClientRecord
+from fedquilt.figures.figure import Boxes, Densities, Grid, Lines
 from fedquilt.report.coverage import compute_coverage
 from fedquilt.report.figure_json import MAX_COLUMNS, MAX_POINTS, encode_figure
-from fedquilt.report.figures import Boxes, Densities, Grid, Lines
 from fedquilt.report.page import MAX_LISTED, RunReport, plot_figures, render_parts, write_page
 from fedquilt.report.records import read_client_summaries, read_evaluations, read_rounds
 from fedquilt.runs.directory import RunDirectory

@@ -179,8 +179,8 @@ def test_an_opened_run_gives_the_same_models_and_scores(train, traced, people, t
         one, other = (r.customize(width).state_dict() for r in (run, again))
         assert all(other[n].equal(t) for n, t in one.items())
     assert again.scores == run.scores
-    assert again.evaluate(people, workers=0) == list(run.scores)
-    assert run.evaluate(workers=0) == list(run.scores)
+    assert again.evaluate(people, workers=0) == run.scores
+    assert run.evaluate(workers=0) == run.scores
 
 
 def test_a_run_is_opened_by_a_string_with_its_clients_and_the_name_of_its_method(
@@ -190,7 +190,7 @@ def test_a_run_is_opened_by_a_string_with_its_clients_and_the_name_of_its_method
     again = fq.open_run(str(tmp_path / "run"), traced[0], "fedavg", clients=people)
     assert again.method == run.method
     assert again.scores == run.scores
-    assert again.evaluate(workers=0) == list(run.scores)
+    assert again.evaluate(workers=0) == run.scores
 
 
 def test_a_run_tells_itself_in_a_few_lines(train, traced, people, tmp_path):
@@ -214,7 +214,7 @@ def test_a_run_tells_itself_in_a_few_lines(train, traced, people, tmp_path):
 def test_personal_models_are_evaluated_where_they_were_kept(train, traced, people, tmp_path, make):
     run = train(tmp_path / "run", method=make(STEPS, fraction=0.5))
     again = fq.open_run(tmp_path / "run", traced[0], run.method)
-    assert again.evaluate(people, workers=0) == list(run.scores)
+    assert again.evaluate(people, workers=0) == run.scores
     lost = train(method=make(STEPS, fraction=0.5))
     assert lost.scores == run.scores
     with pytest.raises(ConfigError, match="ended with the run"):

@@ -16,8 +16,9 @@ from fedquilt.comparison.metric import Metric
 from fedquilt.comparison.picture import draw_pareto
 from fedquilt.comparison.render import make_sections, to_html, to_markdown
 from fedquilt.comparison.table import Analysis, Estimate, Row, flatten_row
-from fedquilt.errors import ConfigError, CorruptFileError
+from fedquilt.errors import CorruptFileError
 from fedquilt.files import write_text
+from fedquilt.formatting import make_data_frame
 
 FORMAT = 1
 ESTIMATES = ("mean", "worst")
@@ -80,13 +81,7 @@ class Comparison:
 
     def to_pandas(self) -> Any:
         """The rows as a pandas data frame, with the variants as its index."""
-        try:
-            import pandas
-        except ImportError:
-            raise ConfigError(
-                "to_pandas needs pandas: pip install pandas; or take to_dicts(), to_csv()"
-            ) from None
-        return pandas.DataFrame(self.to_dicts()).set_index("variant")
+        return make_data_frame(self.to_dicts(), "variant")
 
     def to_markdown(self) -> str:
         """The rows as tables in Markdown."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fedquilt.comparison.metric import Metric
 from fedquilt.comparison.table import Analysis, Row
-from fedquilt.report.drawing import draw_figure
-from fedquilt.report.figures import Point, Scatter
+from fedquilt.figures.drawing import draw_figure
+from fedquilt.figures.figure import Point, Scatter
 
 COSTS = {"bytes": "bytes, both ways", "macs": "MACs of all clients"}
 

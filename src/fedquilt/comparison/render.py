@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedquilt.comparison.metric import Metric
 from fedquilt.comparison.table import Analysis, Estimate, Row
-from fedquilt.formatting import format_si
+from fedquilt.formatting import format_si, make_html_table
 from fedquilt.settings.compare import RESOURCES
 
 
@@ -141,12 +140,4 @@ def _to_markdown(section: Section) -> str:
 
 def to_html(sections: Sequence[Section]) -> str:
     """The tables in HTML."""
-
-    def write(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    return "".join(
-        f"<table><caption>{html.escape(s.title)}</caption>{write(s.header, 'th')}"
-        f"{''.join(write(cells, 'td') for cells in s.cells)}</table>"
-        for s in sections
-    )
+    return "".join(make_html_table(s.header, s.cells, s.title) for s in sections)

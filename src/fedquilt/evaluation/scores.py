@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from fedquilt.formatting import format_si, make_data_frame, make_html_table
 from fedquilt.learning.metric import MetricInfo
 from fedquilt.learning.task import CLASSIFICATION
 
@@ -143,3 +144,59 @@ class SizeScore:
         values = {name: value for name, value in self.to_json().items() if name != "metric"}
         given = (f"{n}={v!r}" for n, v in values.items() if v is not None and v != {})
         return f"SizeScore({', '.join(given)})"
+
+    def _repr_html_(self) -> str:
+        return Scores((self,))._repr_html_()
+
+
+class Scores(tuple[SizeScore, ...]):
+    """The scores of several sizes: a tuple that notebooks show as a table.
+
+    >>> scores = Scores([SizeScore(0.5, 35, 32, 0.8, None, 0.3, 50)])
+    >>> scores.to_pandas().loc[0.5, "accuracy"]
+    np.float64(0.8)
+    """
+
+    __slots__ = ()
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Rows of plain values by name, without what no score has."""
+        rows = []
+        for score in self:
+            row = {n: v for n, v in score.to_json().items() if n not in ("metric", "metrics")}
+            row |= {n: v for n, v in score.metrics.items() if n not in row}
+            groups = row.pop(name_in_json("group_values", score.metric), None) or {}
+            rows.append(row | {f"{score.metric.name} in {group}": v for group, v in groups.items()})
+        names = dict.fromkeys(name for row in rows for name in row)
+        known = [name for name in names if any(row.get(name) is not None for row in rows)]
+        return [{name: row.get(name) for name in known} for row in rows]
+
+    def to_pandas(self) -> Any:
+        """A data frame of pandas, with a row for each size and the width as index."""
+        return make_data_frame(self.to_dicts(), "width")
+
+    def _repr_html_(self) -> str:
+        rows = self.to_dicts()
+        names = [name for name in rows[0] if name != "batch_statistics"] if rows else []
+        header = [HEADERS.get(name, name.replace("_", " ")) for name in names]
+        metrics = [score.metric for score in self]
+        return make_html_table(
+            header,
+            [
+                [_format_cell(name, row[name], metric) for name in names]
+                for row, metric in zip(rows, metrics, strict=True)
+            ],
+        )
+
+
+HEADERS = {"params": "parameters", "macs": "MACs", "num_examples": "examples"}
+
+
+def _format_cell(name: str, value: Any, metric: MetricInfo) -> str:
+    if value is None:
+        return "-"
+    if metric.name in name:
+        return metric.format(value)
+    if name == "macs":
+        return format_si(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

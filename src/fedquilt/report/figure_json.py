@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.report.density import estimate_density
-from fedquilt.report.figures import Bars, Boxes, Densities, Figure, Grid, Lines
+from fedquilt.figures.density import estimate_density
+from fedquilt.figures.figure import Bars, Boxes, Densities, Figure, Grid, Lines
 
 MAX_POINTS = 2000  # of a curve
 MAX_COLUMNS = 200  # of a grid

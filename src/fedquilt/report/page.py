@@ -25,14 +25,15 @@ from fedquilt.evaluation.clients import ClientScore
 from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import get_main_value, summarize
 from fedquilt.evaluation.targets import TargetResult
+from fedquilt.figures import drawing
+from fedquilt.figures.figure import Figure, Lines
 from fedquilt.formatting import format_percent, format_si
 from fedquilt.learning.metric import MetricInfo
 from fedquilt.learning.task import CLASSIFICATION
 from fedquilt.methods.method import SIZE_NAMES
-from fedquilt.report import drawing, round_plots, score_plots, subnet_plots
+from fedquilt.report import round_plots, score_plots, subnet_plots
 from fedquilt.report.coverage import Coverage
 from fedquilt.report.figure_json import encode_figure
-from fedquilt.report.figures import Figure, Lines
 from fedquilt.report.records import ClientSummary, LocalTest, Milestone, RoundRecord
 from fedquilt.report.tables import (
     MEANINGS,

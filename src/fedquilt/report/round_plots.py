@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import find_common_score, get_main_value, name_score
+from fedquilt.figures.figure import Bars, Figure, Lines
 from fedquilt.report.coverage import Coverage
-from fedquilt.report.figures import Bars, Figure, Lines
 from fedquilt.report.records import RoundRecord
 from fedquilt.runs.attacks import BACKDOOR_SUCCESS
 

@@ -10,10 +10,10 @@ from statistics import fmean, pstdev
 from fedquilt.evaluation.clients import ClientScore
 from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import find_common_score, get_main_value, name_score
+from fedquilt.figures.figure import Bars, Boxes, Curve, Densities, Figure, Lines
 from fedquilt.formatting import list_values
 from fedquilt.learning.metric import MetricInfo
 from fedquilt.learning.task import CLASSIFICATION
-from fedquilt.report.figures import Bars, Boxes, Curve, Densities, Figure, Lines
 from fedquilt.report.records import (
     LocalTest,
     Milestone,

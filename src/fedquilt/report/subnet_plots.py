@@ -15,8 +15,8 @@ from fedquilt.evaluation.architectures import (
     compute_correlation,
     compute_mean_costs,
 )
+from fedquilt.figures.figure import Bars, Figure, Grid, Lines
 from fedquilt.formatting import format_si, list_values
-from fedquilt.report.figures import Bars, Figure, Grid, Lines
 from fedquilt.structure.budget import Budget
 
 MAX_BUDGETS = 8  # that bars are drawn for

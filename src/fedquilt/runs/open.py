@@ -11,6 +11,7 @@ from fedquilt.customize.bundle import load_bundle
 from fedquilt.customize.info import RunInfo
 from fedquilt.data.population import Population
 from fedquilt.errors import CheckpointError, CorruptFileError
+from fedquilt.evaluation.scores import Scores
 from fedquilt.federation.client import Client
 from fedquilt.federation.state import Setup, State
 from fedquilt.learning.known_metrics import METRICS
@@ -87,7 +88,7 @@ def open_run(
         findings = read_final_findings(directory)
     except CorruptFileError:  # the model can be used without its records
         scores, findings = (), ()
-    return Run(setup, method, state, scores, info, user_setup, clients, directory, findings)
+    return Run(setup, method, state, Scores(scores), info, user_setup, clients, directory, findings)
 
 
 def _restore_task(info: RunInfo, loss: Any, metrics: Any) -> LearningTask:

@@ -14,6 +14,7 @@ from fedquilt.customize.info import ModelCall, RunInfo, TaskNames, describe_inpu
 from fedquilt.data.pipeline import find_normalization, name_transforms
 from fedquilt.data.population import Population
 from fedquilt.errors import CheckpointError, ConfigError
+from fedquilt.evaluation.scores import Scores
 from fedquilt.federation.hostile import Attack
 from fedquilt.federation.privacy import Privacy, make_secret
 from fedquilt.federation.privacy.settings import hide_data
@@ -37,6 +38,7 @@ from fedquilt.runs.events import (
     combine_callbacks,
     list_callbacks,
 )
+from fedquilt.runs.history import HistoryRecorder
 from fedquilt.runs.identity import compute_fingerprint, describe_settings
 from fedquilt.runs.loop import TrainingLoop
 from fedquilt.runs.phases import count_rounds
@@ -221,8 +223,9 @@ class PreparedRun:
     def train(self, callbacks: Iterable[Callback] = ()) -> Run:
         """Trains to the last round, with the directory locked; ``callbacks`` get every event."""
         plan, directory = self.plan, self.plan.directory
-        status = () if directory is None else (StatusWriter(directory),)
-        callbacks = (EventLogger(), *list_callbacks(callbacks), *plan.callbacks, *status)
+        recorder = HistoryRecorder()
+        own = (recorder,) if directory is None else (StatusWriter(directory),)
+        callbacks = (EventLogger(), *list_callbacks(callbacks), *plan.callbacks, *own)
         notify = combine_callbacks(callbacks)
         waiting = WaitingForLock(None if directory is None else directory.path, MAX_WAIT)
         held = (
@@ -262,7 +265,7 @@ class PreparedRun:
                     plan.population.validators,
                     attack=plan.attack,
                 )
-                return self._finish(loop, notify)
+                return replace(self._finish(loop, notify), recorded=recorder.history)
 
     def _find_secret(self) -> bytes:
         """The secret of a private run: a new one, or that of the run which goes on."""
@@ -288,7 +291,7 @@ class PreparedRun:
             self.setup,
             self.plan.method,
             state,
-            scores,
+            Scores(scores),
             self._describe(loop, state),
             self.plan.setup,
             self.plan.population,

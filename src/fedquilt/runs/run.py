@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,15 +19,18 @@ from fedquilt.engines.client_state import read_client_state
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.evaluation.accuracy import evaluate, evaluate_by_client
 from fedquilt.evaluation.clients import ClientRecord, ClientScore, compute_client_scores
-from fedquilt.evaluation.scores import SizeScore
+from fedquilt.evaluation.scores import Scores, SizeScore
 from fedquilt.evaluation.summary import SCORES, name_score
 from fedquilt.federation.state import Setup, State
+from fedquilt.figures.drawing import draw_side_by_side
 from fedquilt.methods.method import SIZE_NAMES, Method
 from fedquilt.runs.attacks import measure_backdoor, restore_attack
 from fedquilt.runs.customization import FinishedModel
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.engines import make_local_engine
 from fedquilt.runs.health import Finding
+from fedquilt.runs.history import History, read_history
+from fedquilt.runs.plots import plot_run
 from fedquilt.runs.preflight import check_clients
 from fedquilt.runs.records import read_clients
 from fedquilt.structure.budget import Budget
@@ -49,6 +54,7 @@ class Run:
         directory: Where the run is kept; None: in memory only.
         findings: What the records show about the health of the run.
         client_records: What each client did in each round, of a run without a directory.
+        recorded: The numbers of each round, of a run without a directory.
 
     >>> import torch, fedquilt as fq
     >>> inputs, labels = torch.rand(12, 4), torch.arange(12) % 3
@@ -62,21 +68,48 @@ class Run:
     setup: Setup
     method: Method
     state: State
-    scores: tuple[SizeScore, ...]
+    scores: Scores
     info: RunInfo
     user_setup: Setup
     population: Population | None = None
     directory: RunDirectory | None = None
     findings: tuple[Finding, ...] = ()
     client_records: tuple[tuple[ClientRecord, ...], ...] = ()  # of a run without a directory
+    recorded: History = field(default_factory=History)  # of a run without a directory
 
     def __repr__(self) -> str:
+        size = SIZE_NAMES[self.method.size_kind]
+        scores = (f"  {size} {_describe_score(score)}" for score in self.scores)
+        return "\n".join([self._describe(), *scores])
+
+    def _repr_html_(self) -> str:
+        problems = "".join(f"<li>{html.escape(f.sentence)}</li>" for f in self.findings)
+        table = self.scores._repr_html_() if self.scores else ""
+        return f"<p>{html.escape(self._describe())}</p>{table}" + (
+            f"<ul>{problems}</ul>" if problems else ""
+        )
+
+    def _describe(self) -> str:
         where = "" if self.directory is None else f", in {self.directory}"
         rounds = f"{self.setup.rounds} round{'s' * (self.setup.rounds != 1)}"
         selected = f", {self.info.selected}" if self.info.selected else ""
-        head = f"Run of {type(self.method).__name__}, {rounds}, seed {self.seed}{selected}{where}"
-        size = SIZE_NAMES[self.method.size_kind]
-        return "\n".join([head, *(f"  {size} {_describe_score(score)}" for score in self.scores)])
+        return f"Run of {type(self.method).__name__}, {rounds}, seed {self.seed}{selected}{where}"
+
+    def plot(self) -> Any:
+        """A picture of the run: loss and metric by round, and the metric of every size.
+
+        Returns:
+            A figure of matplotlib, which notebooks show, and which ``savefig`` writes.
+        """
+        figures = plot_run(self.scores, self.history)
+        if not figures:
+            raise ConfigError("there is nothing to draw: the run has neither losses nor scores")
+        return draw_side_by_side(figures)
+
+    @property
+    def history(self) -> History:
+        """The numbers of every round, by the names that trackers use; also ``to_pandas()``."""
+        return self.recorded if self.directory is None else read_history(self.directory)
 
     @property
     def seed(self) -> int:
@@ -129,7 +162,7 @@ class Run:
         batch_statistics: bool = False,
         workers: int | None = None,
         device: str = "cpu",
-    ) -> list[SizeScore]:
+    ) -> Scores:
         """Scores of every size, or of the given widths, on the population's test data.
 
         With ``robustness`` at each of these points of the dial; with an ``attack`` also on clients'
@@ -179,7 +212,7 @@ class Run:
                 "no client's test data could be attacked; an attack needs images whose pixels are "
                 f"from {attack.low:g} to {attack.high:g}, or a PGD with their low and high"
             )
-        return list(scores)
+        return Scores(scores)
 
     def by_client(self, population: Population, *, workers: int | None = None) -> list[ClientScore]:
         """What each client trained and sent, and the largest net's metric on its own data."""

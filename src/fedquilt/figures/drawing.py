@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fedquilt.report.density import estimate_density
-from fedquilt.report.figures import Bars, Boxes, Densities, Figure, Grid, Lines, Scatter
+from fedquilt.figures.density import estimate_density
+from fedquilt.figures.figure import Bars, Boxes, Densities, Figure, Grid, Lines, Scatter
+
+AnyFigure = TypeVar("AnyFigure", bound=Figure)
 
 MAX_LEVEL_LABELS = 8  # names below bars that are nearly level; more of them stand upright
 NUM_BINS = 20  # of a histogram
@@ -19,9 +22,7 @@ MIN_LOG_RATIO = 20  # of the largest to the smallest x, for a logarithmic axis
 
 def draw_figure(figure: Figure, path: Path) -> None:
     """Draws a figure into a file; its name says of which kind, such as .png or .svg."""
-    figure = replace(
-        figure, **{f.name: escape_math(getattr(figure, f.name)) for f in fields(figure)}
-    )
+    figure = _escape_figure(figure)
     with _open_panels(figure, path) as panels:
         match figure:
             case Lines():
@@ -36,6 +37,10 @@ def draw_figure(figure: Figure, path: Path) -> None:
                 _draw_boxes(panels, figure)
             case Scatter():
                 _draw_scatter(panels, figure)
+
+
+def _escape_figure(figure: AnyFigure) -> AnyFigure:
+    return replace(figure, **{f.name: escape_math(getattr(figure, f.name)) for f in fields(figure)})
 
 
 def escape_math(value: Any) -> Any:
@@ -142,12 +147,35 @@ def _draw_grid(panel: Any, figure: Grid) -> None:
     panel.figure.colorbar(image, ax=panel, label=figure.unit, pad=0.01)
 
 
-@contextmanager
-def _open_panels(figure: Figure, path: Path) -> Iterator[list[Any]]:
-    """Makes the panels of a figure, and writes the file at the end."""
+def draw_side_by_side(figures: Sequence[Lines]) -> Any:
+    """Draws figures into one of matplotlib, which notebooks show and ``savefig`` writes."""
+    canvas = _make_canvas((4.6 * len(figures) + 0.6, 3.6))
+    for number, figure in enumerate(figures):
+        _draw_lines(canvas.add_subplot(1, len(figures), number + 1), _escape_figure(figure))
+    return canvas
+
+
+def _make_canvas(size: tuple[float, float]) -> Any:
+    """An empty figure of matplotlib, without its global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
     from matplotlib.figure import Figure as Canvas
 
+    class Picture(Canvas):
+        """A figure that notebooks show, also if they have not loaded matplotlib's own support."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png", dpi=120)
+            return file.getvalue()
+
+    canvas = Picture(figsize=size, layout="constrained")
+    FigureCanvasAgg(canvas)
+    return canvas
+
+
+@contextmanager
+def _open_panels(figure: Figure, path: Path) -> Iterator[list[Any]]:
+    """Makes the panels of a figure, and writes the file at the end."""
     count = len(figure.panels) if isinstance(figure, (Boxes, Scatter)) else 1
     size = (4.2 * count + 1.5, 4.0)
     if isinstance(figure, Grid):  # large enough for the label of every cell
@@ -155,7 +183,6 @@ def _open_panels(figure: Figure, path: Path) -> Iterator[list[Any]]:
         size = (max(5.7, 3 + 0.16 * columns), max(3.0, 1.5 + 0.16 * rows))
     elif isinstance(figure, Bars):
         size = (max(5.7, 1.5 + 0.24 * len(figure.labels)), 4.0)
-    canvas = Canvas(figsize=size, layout="constrained")
-    FigureCanvasAgg(canvas)
+    canvas = _make_canvas(size)
     yield [canvas.add_subplot(1, count, i + 1) for i in range(count)]
     canvas.savefig(path, dpi=120)

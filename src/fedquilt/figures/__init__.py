@@ -1,0 +1,1 @@
+"""Figures as data, and what draws them with matplotlib."""
