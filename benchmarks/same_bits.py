@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import importlib
 import json
+import multiprocessing
 import warnings
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,10 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=sorted(fq.METHODS))
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--start-method", choices=("fork", "spawn"), help="of worker processes")
     given = parser.parse_args()
+    if given.start_method:
+        multiprocessing.set_start_method(given.start_method)
     if given.compare:
         one, other = (json.loads(path.read_text()) for path in given.compare)
         print("| method | workers | same bits |\n| --- | --- | --- |")

@@ -13,6 +13,8 @@ from typing import Any
 
 from fedquilt.errors import ConfigError
 
+USER_MODULE = "fedquilt_user_"  # how names of modules begin that were loaded from files
+
 
 def is_function_path(name: str) -> bool:
     """Whether a name is the path of a function, which runs when it is used.
@@ -75,13 +77,36 @@ def load_function(path: str, noun: str) -> Callable[..., Any]:
 def _load_file(path: str, noun: str) -> ModuleType:
     if not Path(path).is_file():
         raise ConfigError(f"{noun} file '{path}' does not exist; give file.py:function")
-    spec = importlib.util.spec_from_file_location(f"fedquilt_user_{Path(path).stem}", path)
-    if spec is None or spec.loader is None:
+    module = load_file(f"{USER_MODULE}{Path(path).stem}", Path(path))
+    if module is None:
         raise ConfigError(f"{noun} file '{path}' is not a Python file; give file.py:function")
+    return module
+
+
+def load_file(name: str, path: Path) -> ModuleType | None:
+    """Runs a file as a module of this name; None if it is not a Python file.
+
+    Args:
+        name: The module's name.
+        path: The file.
+    """
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        return None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def list_loaded_files() -> dict[str, str]:
+    """The files that were loaded as modules so far, by the modules' names."""
+    files = {n: getattr(m, "__file__", None) for n, m in sys.modules.items()}
+    return {
+        name: str(Path(file).absolute())
+        for name, file in files.items()
+        if name.startswith(USER_MODULE) and file is not None
+    }
 
 
 def _import_module(name: str, noun: str) -> ModuleType:

@@ -16,7 +16,7 @@ from fedquilt.data.transformed import transform_examples
 from fedquilt.devices import CPU, find_devices, fork_generators, seed_generators
 from fedquilt.engines.client_work import run_task
 from fedquilt.engines.local import LocalEngine
-from fedquilt.engines.worker import choose_start_method
+from fedquilt.engines.processes import choose_start_method
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.models.heterofl import CNN
 from fedquilt.runs.from_config import plan_run

@@ -34,7 +34,7 @@ from fedquilt.comparison.spending import Device
 from fedquilt.comparison.store import TrialStore
 from fedquilt.comparison.trial import Address, Trial, compute_address
 from fedquilt.engines.client_work import describe_exception
-from fedquilt.engines.worker import exit_with_parent, retain_freed_memory
+from fedquilt.engines.processes import exit_with_parent, retain_freed_memory
 from fedquilt.errors import FedquiltError
 from fedquilt.runs.engines import count_cores
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.deploy.flower_internals import strip_exception_prefix
-from fedquilt.engines.worker import exit_with_parent
+from fedquilt.engines.processes import exit_with_parent
 from fedquilt.errors import FederationError, TrainingError
 
 OFFLINE = {  # Flower sends no telemetry, checks for no update, and installs nothing

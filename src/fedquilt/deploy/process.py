@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fedquilt.engines.worker import exit_with_parent
+from fedquilt.engines.processes import exit_with_parent
 
 MARKER = "FEDQUILT_PROCESS"  # the environment variable by which descendants are found
 TIMEOUT = 10.0  # seconds between a polite signal and SIGKILL

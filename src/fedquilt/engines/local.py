@@ -24,6 +24,7 @@ from fedquilt.engines.client_state import ClientStateStore, read_client_state, w
 from fedquilt.engines.client_work import describe_exception, run_task
 from fedquilt.engines.dispatch import TaskQueue
 from fedquilt.engines.engine import OnProgress, ignore_progress
+from fedquilt.engines.processes import ProcessInput
 from fedquilt.engines.scratch import ScratchDirectory
 from fedquilt.engines.worker import (
     Timeouts,
@@ -85,7 +86,7 @@ class LocalEngine:
     ) -> None:
         self._scratch = ScratchDirectory(Path(tempfile.gettempdir()))
         secrets = self._scratch.folder / "secrets"
-        contexts = [
+        contexts: Sequence[ClientContext] = [
             ClientContext(model, structure, data, device, task, secrets=secrets)
             for device in devices
         ]
@@ -93,12 +94,17 @@ class LocalEngine:
         self._memory = ScratchDirectory(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else self._scratch
         self._states = ClientStateStore(folder or self._scratch.folder / "clients")
         self._timeouts = timeouts or Timeouts()
-        self._workers = [
-            Worker(context, self._timeouts, self._memory.folder / f"pulse-{context.device}-{n}")
-            for n in range(workers)
-            for context in contexts
-        ]
+        given = ProcessInput(contexts, self._scratch.make_path("input-"), "the model and the data")
         self.on_progress: OnProgress = ignore_progress
+        self._workers: list[Worker] = []
+        try:
+            for position in range(workers * len(contexts)):
+                number = position % len(contexts)
+                pulse = self._memory.make_path("pulse-")
+                self._workers.append(Worker(given, number, self._timeouts, pulse))
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,6 @@ is noticed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import signal
@@ -16,12 +15,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import Pipe, parent_process
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +26,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fedquilt.devices import has_accelerator, is_accelerator
 from fedquilt.engines.client_state import read_client_state, write_client_state
 from fedquilt.engines.client_work import describe_exception, run_task
+from fedquilt.engines.processes import (
+    ForkedInput,
+    ProcessInput,
+    StoredInput,
+    choose_start_method,
+    encode_message,
+    exit_with_parent,
+    retain_freed_memory,
+    start_process,
+)
 from fedquilt.errors import ConfigError, DeviceMemoryError
 from fedquilt.federation import flat_tensors
 from fedquilt.federation.client import Recipe, Task
@@ -41,10 +47,7 @@ from fedquilt.training.context import ClientContext
 
 MAX_BEAT_SECONDS = 1.0  # between two heartbeats, and between two looks at them
 MAX_START_SECONDS = 300.0  # until a new process has imported everything
-REQUEST, REPLY = (
-    ".request",
-    ".reply",
-)  # suffixes of files with messages that are too long for a pipe
+REQUEST, REPLY = ".request", ".reply"  # suffixes of files with messages too long for a pipe
 MAX_MESSAGE_BYTES = 16_000  # that a pipe takes at once, so that no process waits to send more
 
 
@@ -109,36 +112,39 @@ class ProgressMessage:
     done: float
 
 
+@dataclass(frozen=True)
+class StartFailure:
+    """A worker's last message: why it cannot work at all."""
+
+    reason: str
+
+
 class Worker:
     """One worker process and its requests, of which it works on the first."""
 
-    def __init__(self, context: ClientContext, timeouts: Timeouts, pulse: Path) -> None:
+    def __init__(
+        self,
+        contexts: ProcessInput[Sequence[ClientContext]],
+        number: int,
+        timeouts: Timeouts,
+        pulse: Path,
+    ) -> None:
         self.requests: deque[WorkRequest] = deque()
-        self.context = context
+        self.context = contexts.value[number]
+        self._contexts, self._number = contexts, number
         self._timeouts, self._pulse = timeouts, pulse
         self._start()
 
     def _start(self) -> None:
-        method = choose_start_method(self.context.device)
-        process_context: Any = get_context(method)
-        self.pipe, theirs = process_context.Pipe()
+        self._method = choose_start_method(self.context.device)
+        contexts = self._contexts.for_method(self._method)
+        self.pipe, theirs = Pipe()
         self._pulse.touch()
         self._seen, self._silent, self._spent, self._looked = 0, 0.0, 0.0, time.monotonic()
-        self._is_importing, self._started = method == "spawn", self._last_beat()
-        beat = self._timeouts.beat
-        self._process: BaseProcess = process_context.Process(
-            target=_run_worker,
-            args=(theirs, self.pipe, self._pulse, beat, self.context, os.getpid()),
-            daemon=True,
-        )
-        with _hold_interrupts():  # until the worker ignores Ctrl-C, which is ours to handle
-            try:
-                self._process.start()
-            except (pickle.PicklingError, AttributeError, TypeError) as problem:
-                raise ConfigError(
-                    "worker processes on an accelerator import the model and the data, which cannot"
-                    f" be sent to them ({problem}); define them in a module, or use workers = 0"
-                ) from problem
+        self._is_importing, self._started = self._method == "spawn", self._last_beat()
+        beat, parent = self._timeouts.beat, os.getpid()
+        args = (theirs, self.pipe, self._pulse, beat, contexts, self._number, parent)
+        self._process = start_process(self._method, _run_worker, args, daemon=True)
         theirs.close()
 
     @property
@@ -151,15 +157,18 @@ class Worker:
         if not self.requests:
             self._silent = self._spent = 0.0
         self.requests.append(request)
+        data = encode_message(request, self._method)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            _send(self.pipe, request, request.update, REQUEST)
+            _send(self.pipe, data, request.update.with_suffix(REQUEST))
 
     def receive(self) -> WorkReply | ProgressMessage | None:
         """The next message; None if the process has died."""
         try:
-            message: WorkReply | ProgressMessage = _receive(self.pipe)
+            message: WorkReply | ProgressMessage | StartFailure = _receive(self.pipe)
         except (EOFError, OSError):
             return None
+        if isinstance(message, StartFailure):
+            raise ConfigError(message.reason)
         if isinstance(message, WorkReply):
             self.requests.popleft()
             self._spent = 0.0
@@ -226,49 +235,13 @@ class WorkerProblem:
     is_late: bool
 
 
-def choose_start_method(device: torch.device) -> str:
-    """How worker processes are started: forked, where that is possible.
-
-    Then data and model need not be sent, nor be importable. But no runtime of an accelerator works
-    in a forked process. And where PyTorch has an accelerator, its gradients do not either, on any
-    device, once this process has computed some.
-    """
-    if sys.platform != "linux" or is_accelerator(device):
-        return "spawn"
-    return "spawn" if has_accelerator() and not _can_differentiate_forked() else "fork"
-
-
-def _can_differentiate_forked() -> bool:
-    """Whether gradients can be computed in a process forked from this one, by trying."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            torch.ones(1, requires_grad=True).sum().backward()
-            code = 0
-        os._exit(code)
-    return os.waitpid(child, 0)[1] == 0
-
-
-@contextlib.contextmanager
-def _hold_interrupts() -> Iterator[None]:
-    """Delays Ctrl-C, here and in processes that are started meanwhile."""
-    if sys.platform == "win32":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _run_worker(
     pipe: Connection,
     parent_end: Connection,
     pulse: Path,
     beat: float,
-    context: ClientContext,
+    contexts: ForkedInput[Sequence[ClientContext]] | StoredInput[Sequence[ClientContext]],
+    number: int,
     parent: int,
 ) -> None:
     """The main function of the process: handles one request after another."""
@@ -281,6 +254,11 @@ def _run_worker(
     retain_freed_memory()
     torch.set_num_threads(1)
     threading.Thread(target=_send_heartbeats, args=(pulse, beat), daemon=True).start()
+    try:
+        context = contexts.load()[number]
+    except ConfigError as problem:
+        pipe.send(StartFailure(str(problem)))
+        return
     mapped = _MappedParams()
     while True:
         try:
@@ -301,22 +279,23 @@ def _send_heartbeats(pulse: Path, beat: float) -> None:
     with contextlib.suppress(OSError):  # the folder and its server are gone
         while not rest.wait(beat):
             pulse.touch()
+            parent = parent_process()
+            if parent is not None and not parent.is_alive():  # what Linux does by itself
+                os._exit(1)
 
 
 def _reply(pipe: Connection, message: WorkReply | ProgressMessage, request: WorkRequest) -> None:
     try:
-        _send(pipe, message, request.update, REPLY)
+        _send(pipe, pickle.dumps(message), request.update.with_suffix(REPLY))
     except (BrokenPipeError, ConnectionResetError):
         sys.exit()  # the round was left early, and the server has closed its end
 
 
-def _send(pipe: Connection, message: object, update: Path, suffix: str) -> None:
-    """Sends a message without blocking: a long one goes into a file beside that of the update."""
-    data = ForkingPickler.dumps(message)
+def _send(pipe: Connection, data: bytes, overflow: Path) -> None:
+    """Sends a message without blocking: a long one goes into a file."""
     if len(data) > MAX_MESSAGE_BYTES:
-        overflow = update.with_suffix(suffix)
         overflow.write_bytes(data)
-        data = ForkingPickler.dumps(overflow)
+        data = pickle.dumps(overflow)
     pipe.send_bytes(data)
 
 
@@ -365,24 +344,3 @@ class _MappedParams:
                 self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             self._path = path
         return self._tensors
-
-
-def exit_with_parent(parent: int) -> None:
-    """Makes this process end when its parent does, even if that is killed (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def retain_freed_memory() -> None:
-    """Makes the C library keep freed memory (glibc).
-
-    Training frees and allocates the same large blocks at every step. By default each of them is
-    returned to the system, which clears it again.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: keep up to 2 GB that was freed
-            libc.mallopt(-4, 0)  # M_MMAP_MAX: also of the largest blocks

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fedquilt.errors import ConfigError, FedquiltError
-from fedquilt.learning.known_metrics import METRICS
+from fedquilt.learning.known_metrics import METRICS, Accuracy
 from fedquilt.learning.losses import CROSS_ENTROPY, Loss, make_loss
 from fedquilt.learning.metric import Metric, MetricInfo
 from fedquilt.learning.metrics import compute_value, flatten_sums, list_numbers, make_metrics
@@ -34,6 +34,11 @@ class LearningTask:
     loss: Loss = CROSS_ENTROPY
     metrics: tuple[Metric, ...] = (METRICS["accuracy"],)
 
+    def __reduce__(self) -> Any:
+        """Another process has its own ``CLASSIFICATION``, by which it knows this one."""
+        is_known = self is CLASSIFICATION
+        return "CLASSIFICATION" if is_known else (type(self), (self.loss, self.metrics))
+
     @property
     def metric(self) -> MetricInfo:
         """The metric by which models are compared."""
@@ -47,7 +52,7 @@ class LearningTask:
     @cached_property
     def counts_hits(self) -> bool:
         """Whether the metric is the accuracy of class numbers."""
-        return self.has_classes and self.metrics[0] is METRICS["accuracy"]
+        return self.has_classes and isinstance(self.metrics[0], Accuracy)
 
     @cached_property
     def numbers(self) -> tuple[str, ...]:
