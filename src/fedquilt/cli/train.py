@@ -211,7 +211,7 @@ def _describe_run(config: Config) -> str:
     clients = "natural clients"
     if config.data.clients is not None:
         num_dealt = (
-            len(set(assign_budgets(budgets, config.data.clients))) if budgets is not None else 0
+            len(assign_budgets(budgets, config.data.clients).counts) if budgets is not None else 0
         )
         if isinstance(budgets, tuple) and num_dealt < len(set(map(format_value, budgets))):
             sizes = f"{sizes} (of which {config.data.clients} clients have {num_dealt})"

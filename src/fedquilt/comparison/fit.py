@@ -32,7 +32,7 @@ def check_fit(trial: Trial) -> Fit:
         setup, method = run.setup, run.plan.method
         state = method.start(setup)
         first = next(phase for phase in method.phases(setup) if not phase.is_closing)
-        eligible = first.eligible(setup.clients)
+        eligible = first.eligible(setup.registry)
         method.plan(setup, replace(state, phase=first.name), eligible)
         method.sizes(setup)
         return Fit(exceeds_budgets=method.exceeds_budgets(setup))

@@ -64,7 +64,7 @@ def _predict(setup: Setup, method: Method, pilot: TrialResult) -> dict[str, floa
         if phase.is_closing:
             continue
         costs = known.get(phase.name, costliest)
-        drawn = phase.count_needed(setup.clients) / max(len(setup.clients), 1)
+        drawn = phase.count_needed(setup.registry) / max(len(setup.clients), 1)
         for resource, cost in costs.items():
             # the slowest client decides how long a round takes, whoever else is drawn
             total[resource] += phase.rounds * cost * (1.0 if resource == "seconds" else drawn)

@@ -114,7 +114,7 @@ class SpendingMeter:
     def _find_client(self, number: int) -> Client:
         clients = self._setup.clients_by_id
         if number == EVERYONE:  # a server with all data, as fast as a device without limits
-            return Client(EVERYONE, sum(client.num_examples for client in clients.values()))
+            return Client(EVERYONE, self._setup.registry.total_examples)
         return clients[number]
 
     def _compute_fraction(self, budget: Budget) -> float:

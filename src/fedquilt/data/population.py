@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from fedquilt.data.conversion import CollateFn, to_examples
-from fedquilt.data.examples import ClientData, ConcatExamples, count_targets
-from fedquilt.data.partition import (
-    Indices,
-    Numbers,
-    choose_natural_clients,
-    count_fraction,
-    draw_holdout_clients,
-    from_flwr,
-    parse_partition,
-    split_holdout_rows,
+from fedquilt.data.client_sets import (
+    CallFunction,
+    ClientSets,
+    HoldDrawn,
+    HoldLast,
+    TransformEach,
+    list_owners,
+    list_samples,
 )
+from fedquilt.data.conversion import CollateFn, to_examples
+from fedquilt.data.divide import Groups, divide_data, hold_out_clients
+from fedquilt.data.examples import ClientData
 from fedquilt.data.pipeline import (
     AnyTransform,
     Chain,
@@ -29,14 +29,13 @@ from fedquilt.data.pipeline import (
     make_pipeline,
 )
 from fedquilt.data.transformed import check_sizes, find_common_transforms, transform_examples
-from fedquilt.data.windows import Windows
 from fedquilt.errors import DataError
 from fedquilt.federation.budgets import BudgetDistribution, assign_budgets
 from fedquilt.federation.client import SERVER, Client
+from fedquilt.federation.columns import ClientNumbers, CodedColumn
+from fedquilt.federation.registry import ClientRegistry
 from fedquilt.formatting import format_count
 from fedquilt.ranges import Count, Number, check_value
-
-Groups = tuple[Sequence[int] | Numbers | None, Sequence[int] | Numbers | None]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -46,8 +45,8 @@ class Population:
     Made by ``make_clients``.
 
     Args:
-        clients: The clients, as the server knows them.
-        train: The training data of each client.
+        clients: The clients, as the server knows them: a ``ClientRegistry``, or several clients.
+        train: The training data of each client; a mapping may make them when they are asked for.
         test: The test data of each client; the server's own is that of client ``SERVER``.
         validation: What clients hold back from training to select a model; may be empty.
         remote_testers: The numbers of clients whose test data are on their own machines.
@@ -59,7 +58,7 @@ class Population:
     ([4, 4, 4], 4)
     """
 
-    clients: tuple[Client, ...]
+    clients: Sequence[Client]
     train: Mapping[int, ClientData]
     test: Mapping[int, ClientData]
     validation: Mapping[int, ClientData] = field(default_factory=dict)
@@ -67,16 +66,23 @@ class Population:
     remote_validators: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:
-        budgets = dict.fromkeys(client.budget for client in self.clients)
+        budgets = self.registry.budget_counts
         names = [f"{b.width:g}" if b.is_width_alone else str(b) for b in budgets]
         listed = ", ".join([*names[:5], "..."] if len(names) > 5 else names)
-        sizes = [client.num_examples for client in self.clients] or [0]
-        examples = format_count(max(sizes), "example")
-        examples = f"{examples} each" if min(sizes) == max(sizes) else f"{min(sizes)} to {examples}"
-        return f"{format_count(len(self), 'client')}, budgets {listed}; {examples}"
+        who = f"{format_count(len(self), 'client')}, budgets {listed}"
+        if (sizes := self.registry.known_sizes) is None:
+            return f"{who}; examples made by a function"
+        low, high = (int(end(sizes)) if len(sizes) else 0 for end in (np.min, np.max))
+        examples = format_count(high, "example")
+        return f"{who}; {examples} each" if low == high else f"{who}; {low} to {examples}"
 
     def __len__(self) -> int:
         return len(self.clients)
+
+    @cached_property
+    def registry(self) -> ClientRegistry:
+        """The clients as columns."""
+        return ClientRegistry.of(self.clients)
 
     @property
     def data(self) -> dict[str, Mapping[int, ClientData]]:
@@ -86,13 +92,16 @@ class Population:
 
     def without_labels(self) -> Population:
         """The same clients for a task without classes: nobody knows their labels."""
-        clients = tuple(replace(client, labels=()) for client in self.clients)
-        return replace(self, clients=clients)
+        return replace(self, clients=self.registry.without_labels())
+
+    def restrict_to(self, numbers: Sequence[int]) -> Population:
+        """The same data with some of the clients only, as a report shows them."""
+        return replace(self, clients=self.registry.select(numbers))
 
     @property
     def evaluation_transforms(self) -> Chain:
         """What all inputs go through in evaluation; empty if clients differ."""
-        return find_common_transforms((*self.train.values(), *self.test.values()))
+        return find_common_transforms((*list_samples(self.train), *list_samples(self.test)))
 
     @property
     def has_server_test(self) -> bool:
@@ -100,19 +109,21 @@ class Population:
         return SERVER in self.test
 
     @property
-    def testers(self) -> tuple[int, ...]:
-        """Clients with test data of their own."""
-        return tuple(
-            c.id
-            for c in self.clients
-            if c.id in self.remote_testers or len(self.test.get(c.id, ()))
-        )
+    def testers(self) -> ClientNumbers:
+        """Clients with test data of their own; whether one is among them is known at once."""
+        return self._find_known(list_owners(self.test), self.remote_testers)
 
     @property
-    def validators(self) -> tuple[int, ...]:
-        """Clients with validation data."""
-        known = self.remote_validators | self.validation.keys()
-        return tuple(client.id for client in self.clients if client.id in known)
+    def validators(self) -> ClientNumbers:
+        """Clients with validation data; whether one is among them is known at once."""
+        return self._find_known(list_owners(self.validation), self.remote_validators)
+
+    def _find_known(self, owners: Sequence[int], remote: frozenset[int]) -> ClientNumbers:
+        ids = self.registry.numbers
+        if not remote and isinstance(owners, ClientNumbers) and owners.is_same_range(ids):
+            return ids
+        known = np.union1d(np.asarray(owners, np.int64), np.array(sorted(remote), np.int64))
+        return ClientNumbers(known[np.isin(known, np.asarray(ids))])
 
 
 def make_clients(
@@ -134,15 +145,18 @@ def make_clients(
     transform_targets: bool = False,
     collate_fn: CollateFn | None = None,
     target: str | None = None,
+    num_examples: int | Sequence[int] | None = None,
+    labels: Sequence[int] | Sequence[Sequence[int]] | None = None,
 ) -> Population:
     """Makes the clients of a run: divides data among them, and gives them budgets.
 
     Args:
-        train: One set that is divided among the clients, or a list with one set per client. A set
+        train: One set that is divided among the clients, a list with one set per client, or a
+            function that makes the set of a client of its number, when it is asked for. A set
             is a ``torch.utils.data.Dataset`` of (input, target) or of dicts, or a pair of arrays,
             tuples or dicts of arrays.
-        test: One set, which the server holds and which is divided like the training set, or a list
-            with one set per client.
+        test: One set, which the server holds and which is divided like the training set, a list
+            with one set per client, or a function of a client's number.
         partition: How the set is divided: text (``iid``, ``classes:2``, ``dirichlet:0.5``,
             ``domain``, ``domain:blocks``, ``natural``) or a partitioner of flwr-datasets.
         count: The number of clients. Of natural clients as many are drawn; None: all.
@@ -167,6 +181,10 @@ def make_clients(
         collate_fn: Makes a batch of a list of a dataset's items, as for a ``DataLoader``.
         target: The entry of an example that is a dict which is the target; None: the first of
             ``labels``, ``label``, ``targets``, ``target`` and ``y``.
+        num_examples: Where a function makes the data: how many training examples a client has, one
+            number for all or an array. None: the function is called to find out.
+        labels: Where a function makes the data: the classes that all clients have, or a list of
+            those of each. None: the function is called to find out.
 
     >>> import torch, fedquilt as fq
     >>> data = (torch.rand(12, 4), torch.arange(12) % 3)
@@ -175,6 +193,14 @@ def make_clients(
     4 clients, budgets 1, 0.5; 3 examples each
     >>> [client.budget.width for client in clients.clients]
     [1.0, 1.0, 0.5, 0.5]
+
+    A million clients, each of whose data are made when it trains:
+
+    >>> def load(client):
+    ...     rows = torch.arange(20 * client, 20 * client + 20)
+    ...     return rows[:, None] / 2e7, rows % 3
+    >>> fq.make_clients(load, count=1_000_000, num_examples=20, labels=(0, 1, 2))
+    1000000 clients, budgets 1; 20 examples each
     """
     fractions = {
         "validation": validation,
@@ -190,155 +216,130 @@ def make_clients(
     check_value("min_examples", min_examples, Count)
     check_value("seed", seed, Number)
     convert = partial(to_examples, collate_fn=collate_fn, target=target)
+    pipeline = None
     if transforms is not None or test_transforms is not None or transform_targets:
         pipeline = make_pipeline(
             transforms or (), test_transforms, transform_targets=transform_targets
         )
-        train, test = (_transform(data, pipeline, convert) for data in (train, test))
-    if _is_per_client(train):
+    if not _is_function(train) and (num_examples is not None or labels is not None):
+        raise DataError(
+            "num_examples and labels are for data that a function makes, and these are there to be "
+            "counted; leave them out"
+        )
+    if _is_per_client(train) or _is_function(train):
         if holdout_clients:
             raise DataError(
                 "holdout_clients are drawn where one set is divided, got one set per client; leave "
                 "some out, and give their data as test"
             )
-        own, tests, server_test = _take_per_client(train, test, convert)
-        names = [""] * len(own)
+        own = _make_sets(train, count, convert, pipeline, num_examples, labels)
+        tests, server_test = _take_tests(test, len(own), convert, pipeline)
+        names = CodedColumn.repeat("", len(own))
     else:
-        train, shared = convert(train), None if test is None else convert(test)
+        train, shared = (_transform(data, pipeline, convert) for data in (train, test))
         check_sizes(train)
-        divided = _divide(train, shared, partition, count, min_examples, seed, groups)
-        trainers, server_test = _hold_out_clients(divided, holdout_clients, seed)
-        own, tests = divided.select(trainers)
-        names = [_find_group(divided.train_rows[i], groups[0], group_names) for i in trainers]
-    own, tests = _hold_out_tests(own, tests, test_fraction, seed)
+        divided = divide_data(train, shared, partition, count, min_examples, seed, groups)
+        divided, server_test = hold_out_clients(divided, holdout_clients, seed)
+        own, tests = divided.train_sets, divided.test_sets
+        names = divided.name_groups(groups[0], group_names)
+    if test_fraction:
+        if tests is not None and len(tests.owners):
+            raise DataError(
+                "test_fraction is for clients without test data, and these have some; leave it out"
+            )
+        own, tests = own.split(test_fraction, HoldDrawn(test_fraction, seed))
     return _make_population(own, tests, server_test, budgets, validation, names)
 
 
-def _transform(data: Any, pipeline: Pipeline, convert: Callable[[Any], ClientData]) -> Any:
-    """Puts a set, or the set of each client, through a pipeline."""
-    if _is_per_client(data):
-        return [transform_examples(convert(own), pipeline) for own in data]
-    return None if data is None else transform_examples(convert(data), pipeline)
+def _transform(
+    data: Any, pipeline: Pipeline | None, convert: Callable[[Any], ClientData]
+) -> ClientData | None:
+    """Converts a set, if there is one, and puts it through a pipeline, if there is one."""
+    if data is None:
+        return None
+    return convert(data) if pipeline is None else transform_examples(convert(data), pipeline)
 
 
-def _take_per_client(
-    train: Sequence[Any], test: Any, convert: Callable[[Any], ClientData]
-) -> tuple[Sequence[ClientData], Sequence[ClientData], ClientData | None]:
-    """Converts data that come per client: training sets, test sets, and the server's test set."""
-    own = [_make_examples(number, data, convert) for number, data in enumerate(train)]
-    if not _is_per_client(test):
-        return own, [], None if test is None else convert(test)
-    tests = [convert(data) for data in test]
-    if tests and len(tests) != len(own):
-        raise DataError(f"there are {len(own)} clients but {len(tests)} test sets; give one each")
-    return own, tests, None if tests else convert(test)
-
-
-@dataclass(frozen=True, eq=False)
-class _DividedData:
-    """A training set and its rows for each client, and the same for a test set, if there is one."""
-
-    train: ClientData
-    test: ClientData | None
-    train_rows: list[Indices]
-    test_rows: list[Indices]
-
-    def select(self, clients: Sequence[int]) -> tuple[list[ClientData], list[ClientData]]:
-        """Selects the training and the test examples of some clients."""
-        train = [self.train.select(self.train_rows[i]) for i in clients]
-        if self.test is None:
-            return train, []
-        return train, [self.test.select(self.test_rows[i]) for i in clients]
-
-
-def _divide(
-    train: ClientData,
-    shared: ClientData | None,
-    partition: Any,
+def _make_sets(
+    data: Any,
     count: int | None,
-    min_examples: int,
-    seed: int,
-    groups: Groups,
-) -> _DividedData:
-    """Divides the data among clients; of natural clients it keeps those that take part."""
-    shared = shared if shared is not None and len(shared) else None
-    is_natural = partition == "natural"
-    if min_examples > 1 and not is_natural:
+    convert: Callable[[Any], ClientData],
+    pipeline: Pipeline | None,
+    num_examples: int | Sequence[int] | None = None,
+    labels: Sequence[int] | Sequence[Sequence[int]] | None = None,
+) -> ClientSets:
+    """The sets of clients: of a list, or as a function makes them."""
+    if not _is_function(data):
+        make = partial(_transform, pipeline=pipeline, convert=convert)
+        return ClientSets.of_list([_make_examples(i, own, make) for i, own in enumerate(data)])
+    if count is None or count < 1:
         raise DataError(
-            f"min_examples is for natural clients, got {min_examples} with partition "
-            f"'{partition}'; leave it out, or use 'natural'"
+            f"a function makes the data of as many clients as there are, got count={count}; give "
+            "their number, such as count=1000"
         )
-    num_clients = None if is_natural else count
-    train_rows, test_rows = _split_rows(train, shared, partition, num_clients, seed, groups)
-    test_rows = test_rows or [np.zeros(0, np.int64)] * len(train_rows)
-    if not is_natural or (count is None and min_examples <= 1):
-        return _DividedData(train, shared, train_rows, test_rows)
-    sizes = [len(rows) for rows in train_rows]
-    chosen = choose_natural_clients(sizes, count, min_examples, seed)
-    chosen_tests = [test_rows[i] for i in chosen]
-    if shared is not None and any(map(len, test_rows)):
-        # the server tests on the examples of clients that take part
-        rows = np.sort(np.concatenate(chosen_tests))
-        chosen_tests = [np.searchsorted(rows, own) for own in chosen_tests]
-        shared = shared.select(rows) if len(rows) else None
-    return _DividedData(train, shared, [train_rows[i] for i in chosen], chosen_tests)
+    function = CallFunction(data, convert)
+    return ClientSets.of_function(
+        function if pipeline is None else TransformEach(function, pipeline),
+        count,
+        _read_sizes(num_examples, count),
+        _read_labels(labels, count),
+    )
 
 
-def _hold_out_clients(
-    divided: _DividedData, fraction: float, seed: int
-) -> tuple[list[int], ClientData | None]:
-    """Draws clients that never train; returns the others, and what the server tests on."""
-    if not fraction:
-        return list(range(len(divided.train_rows))), divided.test
-    if divided.test is not None and not any(map(len, divided.test_rows)):
+def _read_sizes(num_examples: int | Sequence[int] | None, count: int) -> Any:
+    """The sizes as an array; None: not known."""
+    if num_examples is None:
+        return None
+    sizes = np.asarray(num_examples)
+    if sizes.dtype.kind not in "iu" or sizes.shape not in ((), (count,)) or sizes.min() < 1:
         raise DataError(
-            "these data have a test set that is no client's, on which the model is measured, so "
-            "no clients need to be held out; leave out holdout_clients"
+            f"num_examples is a whole number from 1 on, or an array of {count} of them, got "
+            f"{num_examples!r}"
         )
-    holdout = draw_holdout_clients(len(divided.train_rows), fraction, seed)
-    held_out = divided.train.select(np.concatenate([divided.train_rows[i] for i in holdout]))
-    rows = np.concatenate([divided.test_rows[i] for i in holdout])
-    if divided.test is not None and len(rows):
-        held_out = ConcatExamples((held_out, divided.test.select(rows)))
-    return [i for i in range(len(divided.train_rows)) if i not in set(holdout)], held_out
+    return np.broadcast_to(sizes.astype(np.int64, copy=False), (count,))
 
 
-def _hold_out_tests(
-    train: Sequence[ClientData], tests: Sequence[ClientData], fraction: float, seed: int
-) -> tuple[Sequence[ClientData], Sequence[ClientData]]:
-    """Divides each client's examples into training and test data, if ``fraction`` asks for it."""
-    if not fraction:
-        return train, tests
-    if any(map(len, tests)):
+def _read_labels(labels: Any, count: int) -> Any:
+    """The label sets of all clients; None: not known."""
+    if labels is None:
+        return None
+    if all(isinstance(label, int | np.integer) for label in labels[:1]):
+        return CodedColumn.repeat(tuple(sorted(map(int, labels))), count)
+    if len(labels) != count:
         raise DataError(
-            "test_fraction is for clients without test data, and these have some; leave it out"
+            f"labels are the classes that all clients have, or a list of those of each, got "
+            f"{len(labels)} for {count} clients"
         )
-    rest, held = [], []
-    for client, examples in enumerate(train):
-        if isinstance(examples, Windows):
-            first, last = split_last(examples, fraction)
-        else:
-            rows = split_holdout_rows(len(examples), fraction, seed, client)
-            first, last = (examples.select(part) for part in rows)
-        rest.append(first)
-        held.append(last)
-    return rest, held
+    return CodedColumn.of(tuple(sorted(map(int, own))) for own in labels)
 
 
-def _find_group(rows: Indices, groups: Sequence[int] | Numbers | None, names: Sequence[str]) -> str:
-    """Finds the name of the group that all examples of a client come from; empty if they differ."""
-    numbers = set() if groups is None else set(np.asarray(groups)[rows].tolist())
-    if len(numbers) != 1:
-        return ""
-    (number,) = numbers
-    return names[number] if number < len(names) else str(number)
+def _take_tests(
+    test: Any, count: int, convert: Callable[[Any], ClientData], pipeline: Pipeline | None
+) -> tuple[ClientSets | None, ClientData | None]:
+    """The test sets of clients, and the server's: where training sets come per client."""
+    if not (_is_per_client(test) or _is_function(test)):
+        return None, _transform(test, pipeline, convert)
+    if _is_function(test):
+        return _make_sets(test, count, convert, pipeline), None
+    tests = ClientSets.of_list([_transform(own, pipeline, convert) for own in test])  # type: ignore[misc]
+    if len(tests) and len(tests) != count:
+        raise DataError(f"there are {count} clients but {len(tests)} test sets; give one each")
+    return (tests, None) if len(tests) else (None, convert(test))
 
 
-def _make_examples(number: int, data: Any, convert: Callable[[Any], ClientData]) -> ClientData:
+def _make_examples(
+    number: int, data: Any, convert: Callable[[Any], ClientData | None]
+) -> ClientData:
     rows = data[0] if isinstance(data, tuple) and data else data
     if hasattr(rows, "__len__") and len(rows) == 0:
         raise DataError(f"client {number} has no data; give it some, or leave the client out")
-    return convert(data)
+    examples = convert(data)
+    assert examples is not None
+    return examples
+
+
+def _is_function(data: Any) -> bool:
+    return callable(data) and not hasattr(data, "__getitem__")
 
 
 def _is_per_client(data: Any) -> bool:
@@ -353,71 +354,29 @@ def _is_mapping(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def _split_rows(
-    train: ClientData,
-    test: ClientData | None,
-    partition: Any,
-    count: int | None,
-    seed: int,
-    groups: Groups,
-) -> tuple[list[Indices], list[Indices]]:
-    """Splits the rows of the training and of the test set among clients."""
-    has_classes = train.labels is not None
-    if not has_classes and str(partition).startswith(("classes", "dirichlet")):
-        raise DataError(
-            f"partition '{partition}' goes by class numbers, and these targets are none; use "
-            "'iid', 'domain' or 'natural'"
-        )
-    labels = _get_labels(train)
-    test_groups = None if groups[1] is None else np.asarray(groups[1])
-    if groups[0] is not None and (test is None or groups[1] is None):
-        test_groups = np.zeros(0, np.int64)
-    if not isinstance(partition, str):
-        return from_flwr(partition, labels), []
-    return parse_partition(partition).split(
-        labels,
-        None if groups[0] is None else np.asarray(groups[0]),
-        np.zeros(0, np.int64) if test is None else _get_labels(test),
-        test_groups,
-        count,
-        seed,
-    )
-
-
-def _get_labels(examples: ClientData) -> Numbers:
-    """The class of every example; zeros where there are no classes."""
-    labels = examples.labels
-    return np.zeros(len(examples), np.int64) if labels is None else np.asarray(labels)
-
-
 def _make_population(
-    train: Sequence[ClientData],
-    tests: Sequence[ClientData],
+    train: ClientSets,
+    tests: ClientSets | None,
     server_test: ClientData | None,
     budgets: BudgetDistribution,
     validation: float,
-    groups: Sequence[str],
+    groups: CodedColumn[str],
 ) -> Population:
     """Makes the clients, splits off validation data, and adds the server's test data."""
-    dealt = assign_budgets(budgets, len(train))
-    held_back: dict[int, ClientData] = {}
+    held_back: Mapping[int, ClientData] = {}
     if validation:
-        pairs = [split_last(examples, validation) for examples in train]
-        train = [first for first, _ in pairs]
-        held_back = {i: last for i, (_, last) in enumerate(pairs) if len(last)}
-    test = {i: examples for i, examples in enumerate(tests) if len(examples)}
-    targets = [count_targets(test[i]) if i in test else 0 for i in range(len(train))]
-    clients = tuple(
-        Client(i, len(examples), examples.label_set, budget, group, targets[i])
-        for i, (examples, budget, group) in enumerate(zip(train, dealt, groups, strict=True))
+        train, held = train.split(validation, HoldLast(validation))
+        held_back = held.to_mapping() if len(held.owners) else {}
+    count = len(train)
+    registry = ClientRegistry(
+        range(count),
+        train.sizes,
+        train.labels,
+        assign_budgets(budgets, count),
+        groups,
+        CodedColumn.repeat(0, count) if tests is None else tests.num_targets,
     )
-    if server_test is not None:
-        test[SERVER] = server_test
-    return Population(clients, dict(enumerate(train)), test, held_back)
-
-
-def split_last(examples: ClientData, fraction: float) -> tuple[ClientData, ClientData]:
-    """Splits off the last ⌊fraction · n⌋ examples."""
-    rows = np.arange(len(examples))
-    start = len(rows) - count_fraction(len(rows), fraction)
-    return examples.select(rows[:start]), examples.select(rows[start:])
+    test: Mapping[int, ClientData] = {} if server_test is None else {SERVER: server_test}
+    if tests is not None:
+        test = tests.to_mapping(server_test)
+    return Population(registry, train.to_mapping(), test, held_back)

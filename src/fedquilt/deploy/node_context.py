@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData, Dataset, count_targets, load_dataset, to_examples
-from fedquilt.data.population import Population, split_last
+from fedquilt.data.client_sets import split_last
+from fedquilt.data.population import Population
 from fedquilt.data.transformed import transform_examples
 from fedquilt.deploy.device_profile import find_affordable_width
 from fedquilt.deploy.node_config import NodeConfig, Value, parse_budget
@@ -108,7 +109,7 @@ def _make_partition_context(config: Config, number: int) -> NodeContext:
             f"settings, got {number}"
         )
     data = {
-        split: {c: examples for c, examples in by_client.items() if c in (number, SERVER)}
+        split: {c: by_client[c] for c in (number, SERVER) if c in by_client}
         for split, by_client in population.data.items()
     }
     client, example = population.clients[number], make_example(source)

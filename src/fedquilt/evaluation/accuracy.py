@@ -30,13 +30,14 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fedquilt.engines.engine import Engine
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.evaluation.scores import SizeScore
 from fedquilt.federation.client import SERVER, Client, Failure, Task, Update, derive_seed
+from fedquilt.federation.registry import ClientRegistry
 from fedquilt.federation.state import Setup, State
 from fedquilt.federation.validation import EXAMPLES, LOSS, validate_reply
 from fedquilt.learning.task import LearningTask
@@ -58,7 +59,7 @@ def evaluate(
     engine: Engine,
     *,
     has_server_test: bool,
-    testers: tuple[int, ...],
+    testers: Collection[int],
     widths: tuple[float, ...] | None = None,
     robustness: tuple[float, ...] = (),
     attack: PGD | None = None,
@@ -118,9 +119,9 @@ def evaluate(
         is_global = only_statistics and has_statistics
         for_server = replace(recipe, local_params=()) if is_global else recipe
         shared = _make_server_tasks(setup, state, subnets, for_server)
-    asked = set(testers)
     own = [
-        _make_client_task(setup, state, c, subnets, recipe) for c in setup.clients if c.id in asked
+        _make_client_task(setup, state, setup.registry[row], subnets, recipe)
+        for row in setup.registry.find_rows(testers).tolist()
     ]
     results = list(_validate_results(setup, state, engine, [*shared, *own]))
     on_shared, on_own = results[: len(shared)], results[len(shared) :]
@@ -133,7 +134,7 @@ def evaluate(
     learned = setup.task
     personal = None if robustness else _mean_over_clients(learned, answered, len(ensembles))
     everywhere = answered if by_clients and has_server_test else on_shared
-    domains = _list_domains(setup.clients, answered)
+    domains = _list_domains(setup.registry, answered)
     price = functools.partial(compute_ensemble_cost, setup, memory=False)
     return [
         replace(
@@ -213,7 +214,7 @@ def _score(
 
 
 def evaluate_by_client(
-    setup: Setup, method: Method, state: State, engine: Engine, testers: tuple[int, ...]
+    setup: Setup, method: Method, state: State, engine: Engine, testers: Collection[int]
 ) -> dict[int, float]:
     """The largest net's metric on each client's own test data, all classes allowed."""
     recipe = Evaluate(
@@ -252,7 +253,7 @@ def _make_server_tasks(
     subnets = _without_home(subnets, recipe)
     if recipe.local_params:  # every client's own model sees all of the held-out data
         recipe = replace(recipe, of=SERVER)
-        return [Task(c.id, subnets, state.params, recipe, _seed(c.id)) for c in setup.clients]
+        return [Task(c, subnets, state.params, recipe, _seed(c)) for c in setup.clients_by_id]
     return [
         Task(SERVER, subnets, state.params, replace(recipe, part=p, parts=PARTS), _seed(p))
         for p in range(PARTS)
@@ -297,13 +298,14 @@ def _compute_perplexity(replies: Sequence[Reply], loss: float | None) -> float |
     return math.exp(loss)
 
 
-def _list_domains(clients: Sequence[Client], answered: Sequence[Update]) -> dict[str, list[Update]]:
+def _list_domains(registry: ClientRegistry, answered: Sequence[Update]) -> dict[str, list[Update]]:
     """The answers of each group of clients; none where there is one group, or a client in each."""
-    group = {client.id: client.group for client in clients}
-    names = dict.fromkeys(group.values())
-    if not 1 < len(names) < len(group):
+    names = registry.groups.counts
+    if not 1 < len(names) < len(registry):
         return {}
-    found = {name: [a for a in answered if group[a.client] == name] for name in names}
+    found: dict[str, list[Update]] = {name: [] for name in names}
+    for update in answered:
+        found[registry.groups[registry.by_id.row(update.client)]].append(update)
     return {name: answers for name, answers in found.items() if answers}
 
 

@@ -69,7 +69,7 @@ def compute_client_scores(
 
     ``values`` are those of the metric on each client's own test data, if known.
     """
-    own: dict[int, list[ClientRecord]] = {client.id: [] for client in setup.clients}
+    own: dict[int, list[ClientRecord]] = {client: [] for client in setup.registry.numbers}
     for record in records:
         if record.is_valid and record.client in own:  # else data were gathered on the server
             own[record.client].append(record)
@@ -123,14 +123,15 @@ def compute_label_divergences(setup: Setup, data: Mapping[int, ClientData]) -> d
 
 def compute_trained_fractions(setup: Setup, records: Iterable[ClientRecord]) -> dict[str, float]:
     """For each group of clients, the fraction of all parameters that some of them ever trained."""
-    groups = {client.id: client.group for client in setup.clients}
-    seen: dict[str, set[Subnet]] = {group: set() for group in groups.values()}
+    registry = setup.registry
+    seen: dict[str, set[Subnet]] = {group: set() for group in registry.groups.counts}
     everything: set[Subnet] = set()
     for record in records:
+        trained_by = []
         if record.client == EVERYONE:
             trained_by = list(seen)
-        else:
-            trained_by = [groups[record.client]] if record.client in groups else []
+        elif record.client in registry.by_id:
+            trained_by = [registry.groups[registry.by_id.row(record.client)]]
         for group in trained_by if record.is_valid else ():
             seen[group].update(record.trained)
         everything.update(record.trained)

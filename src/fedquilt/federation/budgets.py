@@ -9,7 +9,10 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from statistics import NormalDist
 
+import numpy as np
+
 from fedquilt.errors import BudgetError
+from fedquilt.federation.columns import CodedColumn
 from fedquilt.structure.budget import Budget
 
 LEVELS = {"a": 1.0, "b": 0.5, "c": 0.25, "d": 0.125, "e": 0.0625}  # HeteroFL's levels
@@ -44,7 +47,7 @@ class FractionBudgets:
                 "the parts of the budgets are all 0; give at least one of them a part above 0"
             )
 
-    def assign(self, num_clients: int) -> list[Budget]:
+    def assign(self, num_clients: int) -> CodedColumn[Budget]:
         """A budget for each client."""
         total = sum(part for _, part in self.fractions)
         counts = [num_clients * part // total for _, part in self.fractions]
@@ -59,8 +62,8 @@ class FractionBudgets:
         order = sorted(range(len(self.fractions)), key=claim, reverse=True)
         for number in order[: num_clients - sum(counts)]:
             counts[number] += 1
-        blocks = zip(self.fractions, counts, strict=True)
-        return [budget for (budget, _), count in blocks for _ in range(count)]
+        budgets = (budget for budget, _ in self.fractions)
+        return CodedColumn.blocks(zip(budgets, counts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,15 @@ class TierBudgets:
 
     widths: tuple[float, ...]
 
-    def assign(self, num_clients: int) -> list[Budget]:
+    def assign(self, num_clients: int) -> CodedColumn[Budget]:
         """A budget for each client."""
         if num_clients < len(self.widths):
             return FractionBudgets(tuple((Budget(width), 1) for width in self.widths)).assign(
                 num_clients
             )
-        numbers = (len(self.widths) * i // num_clients for i in range(num_clients))
-        return [Budget(self.widths[number]) for number in numbers]
+        numbers = len(self.widths) * np.arange(num_clients) // num_clients
+        budgets = CodedColumn.of(map(Budget, self.widths))
+        return CodedColumn(budgets.values, budgets.codes[numbers])
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,13 @@ class LogNormalBudgets:
     spread: float
     median: float
 
-    def assign(self, num_clients: int) -> list[Budget]:
+    def assign(self, num_clients: int) -> CodedColumn[Budget]:
         """A budget for each client."""
-        return [Budget(self._width((i + 0.5) / num_clients)) for i in range(num_clients)]
-
-    def _width(self, quantile: float) -> float:
         # compared on the side of probabilities, where nothing overflows
-        below = (NormalDist().cdf(math.log(w / self.median) / self.spread) for w in EIGHTHS)
-        return EIGHTHS[max(sum(share <= quantile for share in below), 1) - 1]
+        below = [NormalDist().cdf(math.log(w / self.median) / self.spread) for w in EIGHTHS]
+        quantiles = (np.arange(num_clients) + 0.5) / num_clients
+        numbers = np.maximum(np.searchsorted(below, quantiles, side="right"), 1) - 1
+        return CodedColumn(tuple(map(Budget, EIGHTHS)), numbers)
 
 
 def parse_budgets(budgets: BudgetDistribution) -> FractionBudgets | TierBudgets | LogNormalBudgets:
@@ -143,7 +146,7 @@ def parse_budgets(budgets: BudgetDistribution) -> FractionBudgets | TierBudgets 
     return FractionBudgets(tuple(_parse_widths(budgets)))
 
 
-def assign_budgets(budgets: BudgetDistribution, num_clients: int) -> list[Budget]:
+def assign_budgets(budgets: BudgetDistribution, num_clients: int) -> CodedColumn[Budget]:
     """A budget for each client, neighbours alike.
 
     >>> [b.width for b in assign_budgets([1, 0.5], 5)]
@@ -153,6 +156,9 @@ def assign_budgets(budgets: BudgetDistribution, num_clients: int) -> list[Budget
     >>> [b.width for b in assign_budgets("2-1", 5)]
     [0.5, 0.5, 0.5, 1.0, 1.0]
     """
+    if isinstance(budgets, np.ndarray) and budgets.shape == (num_clients,):  # one for each client
+        widths, codes = np.unique(budgets, return_inverse=True)
+        return CodedColumn([Budget(width) for width in widths.tolist()], codes)
     return parse_budgets(budgets).assign(num_clients)
 
 

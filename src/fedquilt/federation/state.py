@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any, Literal, TypeVar
@@ -12,6 +12,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedquilt.federation.client import Client
+from fedquilt.federation.columns import Integers
+from fedquilt.federation.registry import MANY_CLIENTS, ClientRegistry
 from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
@@ -29,7 +31,7 @@ class Setup:
         model: The supernet, as it is trained.
         structure: What can be cut in it.
         example: An input of the model.
-        clients: Who takes part, as they have registered.
+        clients: Who takes part, as they have registered: a ``ClientRegistry``, or several clients.
         rounds: The rounds of training.
         seed: Of all random streams.
         sampling: fixed: every cohort has the same size; poisson: every client is in it with the
@@ -48,16 +50,21 @@ class Setup:
     model: nn.Module
     structure: Structure
     example: Example
-    clients: tuple[Client, ...]
+    clients: Sequence[Client]
     rounds: int
     seed: int
     sampling: Sampling = "fixed"
     task: LearningTask = CLASSIFICATION
 
     @cached_property
+    def registry(self) -> ClientRegistry:
+        """The clients as columns."""
+        return ClientRegistry.of(self.clients)
+
+    @property
     def clients_by_id(self) -> Mapping[int, Client]:
         """The clients by their numbers."""
-        return {client.id: client for client in self.clients}
+        return self.registry.by_id
 
     @cached_property
     def cached_results(self) -> dict[str, Any]:
@@ -93,7 +100,8 @@ class Phase:
             each round. None: a tenth as in the papers, but at least ten clients.
         is_closing: Whether it finishes a model: it is run at the end, and on a copy whenever the
             model is evaluated on the way.
-        restrict_to: The numbers of the clients that it is for; None: all.
+        restrict_to: The numbers of the clients that it is for; None: all. They are kept by the
+            setup (``cache_per_setup``) where clients are many, since every round asks for them.
 
     >>> import fedquilt as fq
     >>> fq.Phase("train", rounds=100, fraction=0.2).cohort_size(num_clients=50)
@@ -104,7 +112,7 @@ class Phase:
     rounds: int
     fraction: float | None
     is_closing: bool = False
-    restrict_to: tuple[int, ...] | None = None  # None: all
+    restrict_to: Sequence[int] | None = None  # None: all
 
     def cohort_size(self, num_clients: int) -> int:
         """How many clients take part in a round: at least one."""
@@ -112,21 +120,21 @@ class Phase:
             return min(num_clients, max(DEFAULT_COHORT, round(num_clients / 10)))
         return max(1, round(self.fraction * num_clients))
 
-    def eligible(self, clients: tuple[Client, ...]) -> list[Client]:
+    def eligible(self, clients: Sequence[Client]) -> ClientRegistry:
         """The clients that it is for."""
-        return [c for c in clients if self.restrict_to is None or c.id in self.restrict_to]
+        return ClientRegistry.of(clients).select(self.restrict_to)
 
-    def count_needed(self, clients: tuple[Client, ...]) -> int:
+    def count_needed(self, clients: Sequence[Client]) -> int:
         """How many of the clients take part in a round."""
         return self.cohort_size(len(self.eligible(clients)))
 
-    def sampling_rate(self, clients: tuple[Client, ...]) -> float:
+    def sampling_rate(self, clients: Sequence[Client]) -> float:
         """The probability that a client that it is for takes part in a round."""
         return min(1.0, self.count_needed(clients) / max(len(self.eligible(clients)), 1))
 
 
 def sample_cohort(
-    clients: tuple[Client, ...],
+    clients: Sequence[Client],
     phase: Phase,
     seed: int,
     oversample: float = 0.0,
@@ -138,20 +146,42 @@ def sample_cohort(
     ``oversample`` is the fraction of clients that are asked beyond those needed. Clients that are
     not ``available`` are passed over, unless none of those that the phase is for is available. With
     Poisson sampling a cohort may be empty, and who is not available is not replaced.
+
+    Above ``MANY_CLIENTS`` the draw takes time in proportion to the cohort, not to all clients.
     """
     able = phase.eligible(clients)
+    rng = np.random.default_rng(seed)
     if sampling == "poisson":
-        rate = phase.sampling_rate(clients) * (1 + oversample)
-        drawn = np.random.default_rng(seed).random(len(able)) < rate
-        return [
-            client
-            for client, is_drawn in zip(able, drawn, strict=True)
-            if is_drawn and (available is None or client.id in available)
-        ]
-    order = np.random.default_rng(seed).permutation(len(able)).tolist()
-    there = [i for i in order if available is None or able[i].id in available] or order
-    size = math.ceil(phase.count_needed(clients) * (1 + oversample))
-    return [able[i] for i in sorted(there[:size])]
+        rows = _draw_poisson(rng, len(able), phase.sampling_rate(clients) * (1 + oversample))
+        drawn = [able[row] for row in rows.tolist()]
+        return [client for client in drawn if available is None or client.id in available]
+    size = math.ceil(phase.cohort_size(len(able)) * (1 + oversample))
+    return [able[row] for row in sorted(_draw_fixed(rng, able, size, available))]
+
+
+def _draw_poisson(rng: np.random.Generator, count: int, rate: float) -> Integers:
+    """Draws each of the rows with the same probability, independently; in order."""
+    if count <= MANY_CLIENTS:
+        return np.flatnonzero(rng.random(count) < rate)
+    size = rng.binomial(count, min(rate, 1.0))  # as many as would be drawn, and which
+    return np.sort(rng.choice(count, size, replace=False, shuffle=False))
+
+
+def _draw_fixed(
+    rng: np.random.Generator, able: ClientRegistry, size: int, available: Collection[int] | None
+) -> list[int]:
+    """Draws rows of clients, which are available if any of them is."""
+    count = len(able)
+    if count <= MANY_CLIENTS:
+        order = rng.permutation(count)
+        if available is None:
+            return [int(row) for row in order[:size]]
+        ids = able.ids
+        return ([i for i in order.tolist() if ids[i] in available] or order.tolist())[:size]
+    there = None if available is None else able.find_rows(available)
+    count = count if there is None or not len(there) else len(there)
+    drawn = rng.choice(count, min(size, count), replace=False, shuffle=False)
+    return [int(row) for row in (drawn if there is None or not len(there) else there[drawn])]
 
 
 @dataclass(frozen=True, eq=False)

@@ -197,7 +197,7 @@ def list_sent_subnets(task: Task) -> tuple[Subnet, ...]:
 def _find_client(setup: Setup, number: int) -> Client:
     """A client as it has registered; the server has the examples of all."""
     own = setup.clients_by_id.get(number)
-    return own or Client(number, sum(client.num_examples for client in setup.clients))
+    return own or Client(number, setup.registry.total_examples)
 
 
 def validate_client(client: Client, num_classes: int) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.federation.client import Client
-from fedquilt.federation.state import Setup
-from fedquilt.structure.budget import fit_budget
+from fedquilt.federation.columns import ClientNumbers
+from fedquilt.federation.state import Setup, cache_per_setup
+from fedquilt.structure.budget import Budget, fit_budget
 from fedquilt.structure.cost import compute_cost
 from fedquilt.structure.subnet import Subnet
 
@@ -53,28 +54,33 @@ def filter_affordable(setup: Setup, client: Client, sizes: Mapping[float, Subnet
     return found
 
 
-def list_unable_clients(setup: Setup, size: float, subnet: Subnet) -> list[Client]:
-    """Clients whose budget does not allow a subnet, which is that fraction of the model."""
-    limited = not all(client.budget.is_width_alone for client in setup.clients)
+def list_unable_budgets(setup: Setup, size: float, subnet: Subnet) -> set[Budget]:
+    """Budgets of clients that do not allow a subnet, which is that fraction of the model."""
+    budgets = setup.registry.budget_counts
+    limited = not all(budget.is_width_alone for budget in budgets)
     price = compute_cost(setup.model, setup.structure, subnet, setup.example) if limited else None
-    return [
-        client
-        for client in setup.clients
-        if size > client.budget.width + 1e-9
-        or (price is not None and not client.budget.allows(price))
-    ]
+    return {
+        budget
+        for budget in budgets
+        if size > budget.width + 1e-9 or (price is not None and not budget.allows(price))
+    }
+
+
+def count_unable_clients(setup: Setup, size: float, subnet: Subnet) -> int:
+    """How many clients have a budget that does not allow a subnet."""
+    return setup.registry.count_with(list_unable_budgets(setup, size, subnet))
 
 
 def describe_ignored_budgets(
     setup: Setup, size: float = 1.0, subnet: Subnet | None = None
 ) -> str | None:
     """What to say of a method that has everybody train one net; None if all can afford it."""
-    poor = list_unable_clients(setup, size, subnet or Subnet())
+    poor = count_unable_clients(setup, size, subnet or Subnet())
     if not poor:
         return None
     net = "the whole net" if size == 1 else f"a net of width {size:g}"
     return (
-        f"ignores budgets: {net} is trained, and {len(poor)} of {len(setup.clients)} clients can "
+        f"ignores budgets: {net} is trained, and {poor} of {len(setup.clients)} clients can "
         "afford less"
     )
 
@@ -100,6 +106,24 @@ def nested_subnet(setup: Setup, width: float, sizes: tuple[float, ...], own: str
     return subnet.with_private(f"{min(wide_enough) if wide_enough else max(sizes):g}", own)
 
 
+@cache_per_setup
 def list_budget_sizes(setup: Setup) -> tuple[float, ...]:
-    """The widths that the clients' budgets allow, largest first."""
-    return tuple(sorted({find_affordable_width(setup, c) for c in setup.clients}, reverse=True))
+    """The widths that the clients' budgets allow, largest first; found once for each budget."""
+    clients = setup.registry.one_per_budget
+    return tuple(sorted({find_affordable_width(setup, c) for c in clients}, reverse=True))
+
+
+@cache_per_setup
+def list_able_clients(setup: Setup) -> ClientNumbers:
+    """Clients that can afford the whole net."""
+    whole = compute_cost(setup.model, setup.structure, Subnet(), setup.example)
+    return setup.registry.find_with(lambda b: b.width >= 1 and b.allows(whole))
+
+
+@cache_per_setup
+def list_richest_clients(setup: Setup) -> ClientNumbers:
+    """Clients that can afford the widest uniform net of all."""
+    clients = setup.registry.one_per_budget
+    widths = {client.budget: find_affordable_width(setup, client) for client in clients}
+    most = max(widths.values())
+    return setup.registry.find_with(lambda budget: widths[budget] == most)

@@ -14,7 +14,7 @@ What the paper leaves open, and what was chosen, is in docs/methods/apfl.md.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -29,13 +29,18 @@ from fedquilt.federation.aggregation import (
     Validator,
     chain,
 )
+from fedquilt.federation.chosen import ChosenSubnets
 from fedquilt.federation.client import PERSONAL, Client, Task, Update, derive_seed
 from fedquilt.federation.state import Phase, Setup, State, cache_per_setup
-from fedquilt.methods.affordability import find_affordable_width, list_unable_clients
+from fedquilt.methods.affordability import (
+    list_able_clients,
+    list_richest_clients,
+    list_unable_budgets,
+)
 from fedquilt.methods.base import BaseMethod, initial_state
 from fedquilt.ranges import Fraction
 from fedquilt.structure.budget import fit_budget
-from fedquilt.structure.cost import CostTable, compute_cost
+from fedquilt.structure.cost import CostTable
 from fedquilt.structure.structure import TRACKED, Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.local_sgd import LocalSGD
@@ -99,12 +104,17 @@ class FedPA(BaseMethod):
                 f"there are {len(setup.clients)} clients and {len(self.subnets)} subnets; give "
                 "one for each client, in their order"
             )
-        given = self.subnets or tuple(self.uniform(setup, client) for client in setup.clients)
-        pairs = zip(setup.clients, given, strict=True)
-        return replace(
-            initial_state(setup),
-            chosen_subnets={client.id: with_private_statistics(s) for client, s in pairs},
-        )
+        given = zip(setup.registry.ids, self.subnets or (), strict=self.subnets is not None)
+        own = {client: with_private_statistics(subnet) for client, subnet in given}
+        return replace(initial_state(setup), chosen_subnets=self.assign(setup, own))
+
+    def assign(self, setup: Setup, own: Mapping[int, Subnet]) -> ChosenSubnets:
+        """The subnets of all clients: their own, or those of FedUniform."""
+        uniform = {
+            client.budget: with_private_statistics(self.uniform(setup, client))
+            for client in setup.registry.one_per_budget
+        }
+        return ChosenSubnets(setup.registry, uniform, own)
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Line 3: w ⊙ z_m for every sampled client."""
@@ -269,8 +279,8 @@ class APFL(FedPA):
 
     def phases(self, setup: Setup) -> tuple[Phase, ...]:
         """Figure 2."""
-        able = _list_able_clients(setup) or (
-            _list_richest_clients(setup) if self.warm_up_by == "richest" else ()
+        able = list_able_clients(setup) or (
+            list_richest_clients(setup) if self.warm_up_by == "richest" else ()
         )
         return (
             Phase("warm-up", self._rounds_before(setup) - 1, self.fraction, restrict_to=able),
@@ -281,14 +291,14 @@ class APFL(FedPA):
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """Everybody searches in the whole net, and the richest train it first."""
-        poor = {client.id for client in list_unable_clients(setup, 1.0, Subnet())}
+        poor = list_unable_budgets(setup, 1.0, Subnet())
         if not poor:
             return None
-        trainers = poor & set(self.phases(setup)[0].restrict_to or ())
-        first = f", {len(trainers)} of them train it in the warm-up" if trainers else ""
+        trainers = self.phases(setup)[0].eligible(setup.registry).count_with(poor)
+        first = f", {trainers} of them train it in the warm-up" if trainers else ""
         return (
-            f"exceeds budgets: {len(poor)} of {len(setup.clients)} clients search the whole net "
-            f"for channels{first}, and can afford less"
+            f"exceeds budgets: {setup.registry.count_with(poor)} of {len(setup.clients)} clients "
+            f"search the whole net for channels{first}, and can afford less"
         )
 
     def _rounds_before(self, setup: Setup) -> int:
@@ -296,18 +306,19 @@ class APFL(FedPA):
         return round(self.warm_up * setup.rounds) + 1
 
     def _smallest(self, setup: Setup) -> float:
-        return self.smallest or min(0.25, *(client.budget.width for client in setup.clients))
+        return self.smallest or min(0.25, *(b.width for b in setup.registry.budget_counts))
 
     def prepare_model(self, setup: Setup) -> Setup:
         """The user's model as it is; budgets that no architecture meets are refused."""
         setup.task.require_outputs("APFL's warm-up, in which nets learn from each other's outputs,")
-        limited = [client for client in setup.clients if not client.budget.is_width_alone]
-        for client in limited:
+        for client in setup.registry.one_per_budget:
+            if client.budget.is_width_alone:
+                continue
             try:
                 self.limits(setup, client)
             except BudgetError as problem:
                 raise BudgetError(f"client {client.id}: {problem}") from problem
-        if self.warm_up_by == "able" and not _list_able_clients(setup):
+        if self.warm_up_by == "able" and not list_able_clients(setup):
             raise BudgetError(
                 "no client can afford the whole net, which the warm-up trains; let those that can "
                 "afford most go beyond their budget for it, with warm_up_by = 'richest'"
@@ -406,8 +417,7 @@ class AssignArchitectures(ServerUpdate):
         """Notes the architectures of all clients."""
         method = self.method
         replies = {r.client: with_private_statistics(r.subnets[0]) for r in aggregate.replies}
-        state = replace(state, chosen_subnets={**state.chosen_subnets, **replies})
-        chosen = {c.id: method.architecture(setup, state, c) for c in setup.clients}
+        chosen = method.assign(setup, {**state.chosen_subnets, **replies})
         state = replace(state, chosen_subnets=chosen)
         if method.inherit:
             return state
@@ -418,20 +428,3 @@ class AssignArchitectures(ServerUpdate):
 def _build_cost_table(setup: Setup) -> CostTable:
     """What architectures cost; statistics do not travel."""
     return CostTable(setup.model, setup.structure, setup.example, local_params=HOME)
-
-
-@cache_per_setup
-def _list_able_clients(setup: Setup) -> tuple[int, ...]:
-    """Clients that can afford the whole net."""
-    whole = compute_cost(setup.model, setup.structure, Subnet(), setup.example)
-    return tuple(c.id for c in setup.clients if c.budget.width >= 1 and c.budget.allows(whole))
-
-
-@cache_per_setup
-def _list_richest_clients(setup: Setup) -> tuple[int, ...]:
-    """Clients that can afford the widest uniform net of all."""
-    widths = {budget: 0.0 for budget in {c.budget for c in setup.clients}}
-    for client in setup.clients:
-        widths[client.budget] = widths[client.budget] or find_affordable_width(setup, client)
-    most = max(widths.values())
-    return tuple(c.id for c in setup.clients if widths[c.budget] == most)

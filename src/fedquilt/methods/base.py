@@ -94,6 +94,8 @@ class BaseMethod(MethodTraits):
         query_statistics: Whether clients are asked, at the end, for the statistics of batch
             normalization. None: if training leaves none on the server.
         statistics_batch: The size of the batches that these statistics are taken from.
+        query_fraction: The fraction of the clients that are asked for them. None: a hundred
+            clients, or all if there are fewer; all where each has a net of its own.
         server_optimizer: What the server makes of the mean, such as ``FedAdam(lr=0.01)``. By
             default it takes the mean itself.
         aggregator: What takes the place of the mean, such as ``TrimmedMean(hostile=2)``. A robust
@@ -116,6 +118,7 @@ class BaseMethod(MethodTraits):
 
     query_statistics: bool | None = None
     statistics_batch: Count = 50
+    query_fraction: Fraction | None = None
     server_optimizer: ServerOptimizer = TAKE_MEAN
     aggregator: Aggregator | None = None
     transforms: tuple[UpdateTransform, ...] = ()
@@ -157,7 +160,7 @@ class BaseMethod(MethodTraits):
         can_be_asked = setup.structure.statistics and shares_weights(setup, self)
         if not (is_wanted and can_be_asked):
             return ()
-        return (query_phase(setup, everyone=self.is_personal),)
+        return (query_phase(setup, self.query_fraction, everyone=self.is_personal),)
 
     def has_statistics(self, setup: Setup) -> bool:
         """Whether training or the closing query gives the model its statistics."""
@@ -230,7 +233,7 @@ class BaseMethod(MethodTraits):
     def _require_enough_clients(self, setup: Setup, phase: str) -> None:
         assert isinstance(self.aggregator, RobustAggregator)
         for asked in self.phases(setup):
-            count = asked.count_needed(setup.clients)
+            count = asked.count_needed(setup.registry)
             if asked.name == phase and not self.aggregator.is_enough(count):
                 needed = self.aggregator.count_needed(len(setup.clients))
                 remedy = "lower hostile"

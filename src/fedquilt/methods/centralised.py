@@ -60,7 +60,7 @@ class Centralised(BaseMethod):
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """One task, whatever the cohort."""
-        labels = {label for client in setup.clients for label in client.labels}
+        labels = setup.registry.label_set
         recipe = LocalSGD(
             self.local_training,
             lr=self.local_training.lr_at(state.round, setup.rounds),

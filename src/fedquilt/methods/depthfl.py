@@ -113,7 +113,7 @@ class DepthFL(BaseMethod):
             model = MultiExit(net, at, setup.example)
         structure = replace(make_uncut_structure(model, setup.structure), blocks=model.blocks())
         deep = replace(setup, model=model, structure=structure)
-        for client in deep.clients:
+        for client in deep.registry.one_per_budget:
             self.trained_subnet(deep, client)  # refuses whoever cannot afford one exit
         return deep
 
@@ -168,7 +168,9 @@ class DepthFL(BaseMethod):
         """Each tensor is averaged over the clients that hold it, each counting once."""
         if not self.feddyn_alpha:
             return super().training_aggregation(setup, phase)
-        held = Counter(self.trained_subnet(setup, client) for client in setup.clients)
+        held: Counter[Subnet] = Counter()
+        for client in setup.registry.one_per_budget:
+            held[self.trained_subnet(setup, client)] += setup.registry.count_with([client.budget])
         return chain(FedDynUpdate(self.feddyn_alpha, tuple(held.items())))
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:

@@ -89,7 +89,7 @@ class FedAvg(BaseMethod):
         setup = replace(setup, model=net, structure=make_uncut_structure(net, setup.structure))
         if not self.within_budgets:
             return setup
-        clients = tuple(replace(client, budget=Budget(width)) for client in setup.clients)
+        clients = setup.registry.map_budgets(lambda budget: Budget(width))
         return replace(setup, clients=clients)  # what they can afford of a net that cannot be cut
 
     def _refuse_unknown_tensors(self, setup: Setup) -> None:

@@ -23,9 +23,9 @@ from fedquilt.federation.aggregation import AggregationPipeline, LabelAwareMean,
 from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.affordability import (
+    count_unable_clients,
     find_affordable_width,
     list_trained_sizes,
-    list_unable_clients,
     nested_subnet,
     validate_widths,
 )
@@ -88,11 +88,11 @@ class HeteroFL(BaseMethod):
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """Widths that are drawn, and the query of everyone, do not ask for budgets."""
         largest = self.sizes(setup)[0]
-        poor = list_unable_clients(setup, largest, setup.structure.subnet(largest))
+        poor = count_unable_clients(setup, largest, setup.structure.subnet(largest))
         if self.assignment == "fixed" or not poor:
             return super().exceeds_budgets(setup)
         return (
-            f"exceeds budgets: widths are drawn up to {largest:g}, and {len(poor)} of "
+            f"exceeds budgets: widths are drawn up to {largest:g}, and {poor} of "
             f"{len(setup.clients)} clients can afford less"
         )
 

@@ -107,15 +107,15 @@ class NeFL(BaseMethod):
 
     def exceeds_budgets(self, setup: Setup) -> str | None:
         """With dynamic tiers clients also train submodels that are larger than their own."""
-        reaching = [
-            c
-            for c in setup.clients
+        reaching = setup.registry.count_with(
+            c.budget
+            for c in setup.registry.one_per_budget
             if max(self._list_near_tiers(setup, c)) > self._find_tier(setup, c)
-        ]
+        )
         if not reaching:
             return super().exceeds_budgets(setup)
         return (
-            f"exceeds budgets: {len(reaching)} of {len(setup.clients)} clients also train "
+            f"exceeds budgets: {reaching} of {len(setup.clients)} clients also train "
             "submodels above their own tier; method.assignment = 'fixed' keeps them below"
         )
 
@@ -125,7 +125,7 @@ class NeFL(BaseMethod):
             learnable = self.steps == "learned"
             model, structure = add_block_steps(setup.model, setup.structure, learnable=learnable)
             setup = replace(setup, model=model, structure=structure)
-        for client in setup.clients:
+        for client in setup.registry.one_per_budget:
             self._find_tier(setup, client)  # refuses whoever cannot afford any submodel
         return setup
 
@@ -212,7 +212,7 @@ class NeFL(BaseMethod):
     def _choose_gammas(self, setup: Setup) -> tuple[float, ...]:
         if self.gammas is not None:
             return self.gammas
-        budgets = {client.budget for client in setup.clients}
+        budgets = setup.registry.budget_counts
         if not budgets or not all(budget.is_width_alone for budget in budgets):
             return nefl_tables.SIZES
         return tuple(sorted({budget.width for budget in budgets}))

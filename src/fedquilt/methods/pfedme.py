@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from fedquilt.errors import ConfigError
 from fedquilt.federation.aggregation import AggregationPipeline, ServerSGD, chain
+from fedquilt.federation.chosen import ChosenSubnets
 from fedquilt.federation.client import Client, Task
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.affordability import describe_ignored_budgets
@@ -95,7 +96,8 @@ class PFedMe(BaseMethod):
 
     def start(self, setup: Setup) -> State:
         """w⁰; until it has trained, a client's own model is the server's."""
-        own = {client.id: personal_subnet(Subnet()) for client in setup.clients}
+        whole = dict.fromkeys(setup.registry.budget_counts, personal_subnet(Subnet()))
+        own = ChosenSubnets(setup.registry, whole)
         return replace(initial_state(setup), chosen_subnets=own)
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:

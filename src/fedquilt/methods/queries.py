@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods.affordability import list_unable_clients, sizes_within_budget
+from fedquilt.methods.affordability import list_unable_budgets, sizes_within_budget
 from fedquilt.methods.method import SIZE_NAMES, Method
+from fedquilt.structure.budget import Budget
 from fedquilt.training.statistics import QueryStatistics
 
 QUERY = "statistics"  # the name of the phase
@@ -30,11 +31,18 @@ class QueryingMethod(Method, Protocol):
         ...
 
 
-def query_phase(setup: Setup, *, everyone: bool = False) -> Phase:
-    """The closing phase in which clients are asked for statistics: a sample, if they are many."""
+def query_phase(setup: Setup, fraction: float | None = None, *, everyone: bool = False) -> Phase:
+    """The closing phase in which clients are asked for statistics.
+
+    Args:
+        setup: What stays the same during the run.
+        fraction: The fraction of the clients that are asked; None: a sample, if they are many.
+        everyone: Whether all are asked where no fraction is given, since each finds statistics of
+            a net of its own.
+    """
     count = len(setup.clients)
     share = 1.0 if everyone else min(1.0, MAX_QUERIED / max(count, 1))
-    return Phase(QUERY, 1, share, is_closing=True)
+    return Phase(QUERY, 1, share if fraction is None else fraction, is_closing=True)
 
 
 def plan_query(
@@ -65,31 +73,42 @@ def queried_sizes(
     setup: Setup, cohort: Sequence[Client], method: QueryingMethod
 ) -> dict[int, tuple[float, ...]]:
     """The sizes whose statistics each client of a cohort is asked for, largest first."""
+    by_budget = _find_queried_sizes(setup, {c.budget: c for c in cohort}, method)
+    return {client.id: by_budget[client.budget] for client in cohort}
+
+
+def _find_queried_sizes(
+    setup: Setup, clients: Mapping[Budget, Client], method: QueryingMethod
+) -> dict[Budget, tuple[float, ...]]:
+    """The sizes that clients are asked for, by their budgets; one client for each is enough."""
     sizes = method.sizes(setup)
     asked = {
-        client.id: sizes_within_budget(setup, client, sizes)
+        budget: sizes_within_budget(setup, client, sizes)
         if method.queries_within_budgets
         else sizes
-        for client in cohort
+        for budget, client in clients.items()
     }
     nobodys = set(sizes).difference(*asked.values())
     return {
-        client: tuple(size for size in sizes if size in own or size in nobodys)
-        for client, own in asked.items()
+        budget: tuple(size for size in sizes if size in own or size in nobodys)
+        for budget, own in asked.items()
     }
 
 
 def describe_exceeding_query(setup: Setup, method: QueryingMethod) -> str | None:
     """What to say of a closing query that asks clients for more than they can afford."""
-    queried, beyond = queried_sizes(setup, setup.clients, method), set()
+    registry = setup.registry
+    queried = _find_queried_sizes(setup, {c.budget: c for c in registry.one_per_budget}, method)
+    beyond: set[Budget] = set()
     for size in method.sizes(setup):
-        subnets = method.ensemble(setup, State(0, "", {}), size)
-        poor = (c.id for subnet in subnets for c in list_unable_clients(setup, size, subnet))
-        beyond |= {client for client in poor if size in queried[client]}
+        for subnet in method.ensemble(setup, State(0, "", {}), size):
+            poor = list_unable_budgets(setup, size, subnet)
+            beyond |= {budget for budget in poor if size in queried[budget]}
     if not beyond:
         return None
-    largest = max(size for client in beyond for size in queried[client])
+    largest = max(size for budget in beyond for size in queried[budget])
     return (
-        f"exceeds budgets: {len(beyond)} of {len(setup.clients)} clients are asked for statistics "
-        f"of nets up to {SIZE_NAMES[method.size_kind]} {largest:g} at the end, and can afford less"
+        f"exceeds budgets: {registry.count_with(beyond)} of {len(registry)} clients are asked for "
+        f"statistics of nets up to {SIZE_NAMES[method.size_kind]} {largest:g} at the end, and can "
+        "afford less"
     )

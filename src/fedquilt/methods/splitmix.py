@@ -209,9 +209,11 @@ class SplitMix(BaseMethod):
         net = build_module(setup.model, setup.structure, setup.structure.subnet(self.base))
         net = make_dual(net) if self.robust else net
         slim = replace(setup, model=net, structure=make_uncut_structure(net, setup.structure))
-        clients = tuple(
-            replace(c, budget=Budget(self._width(self._affordable(slim, c)))) for c in setup.clients
-        )
+        widths = {
+            client.budget: self._width(self._affordable(slim, client))
+            for client in setup.registry.one_per_budget
+        }
+        clients = setup.registry.map_budgets(lambda budget: Budget(widths[budget]))
         return replace(slim, clients=clients)
 
     def _affordable(self, slim: Setup, client: Client) -> int:

@@ -21,13 +21,17 @@ from fedquilt.evaluation.architectures import (
     describe_architectures,
 )
 from fedquilt.evaluation.blocks import compute_mean_weights, read_step_sizes
-from fedquilt.evaluation.clients import compute_label_divergences, compute_trained_fractions
+from fedquilt.evaluation.clients import (
+    ClientRecord,
+    compute_label_divergences,
+    compute_trained_fractions,
+)
 from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import describe_value, get_main_value
 from fedquilt.evaluation.targets import TargetResult, compute_speed_ups, find_reached_targets
 from fedquilt.methods.method import Method
 from fedquilt.report.coverage import compute_coverage
-from fedquilt.report.page import RunReport
+from fedquilt.report.page import MAX_LISTED, RunReport
 from fedquilt.report.records import (
     filter_last_phase,
     read_client_summaries,
@@ -53,7 +57,13 @@ def build_report(
     about = _describe_run(run)
     recorded = {} if run.directory is None else read_recorded(run.directory)
     scores = recorded.pop("scores", ()) or run.scores
-    chosen = run.state.chosen_subnets
+    records = run.read_clients()
+    shown = _choose_shown(run, population, records)
+    chosen = {c: run.state.chosen_subnets[c] for c in shown if c in run.state.chosen_subnets}
+    everyone = population
+    if population is not None and len(population) > MAX_LISTED:
+        population = population.restrict_to(shown)
+        about["clients"] = f"{len(shown):,} of {len(everyone or ()):,} are shown"
     budgets = {c.id: c.budget for c in population.clients} if population is not None else {}
     clients = [] if population is None else run.by_client(population, workers=workers)
     own = describe_architectures(run.setup.structure, chosen, budgets)
@@ -76,21 +86,37 @@ def build_report(
         mean_shares=compute_mean_fractions(run.user_setup, nets),
         rates=compute_keep_rates(run.setup.structure, own),
         layers=compute_layer_costs(run.setup, chosen),
-        coverage=compute_coverage(run.setup.structure, run.read_clients()),
+        coverage=compute_coverage(run.setup.structure, records),
         **recorded,
     )
-    if population is None:
+    if population is None or everyone is None:
         return story
-    labels = compute_label_divergences(run.setup, population.train) if chosen else {}
+    data = {c: population.train[c] for c in chosen if c in population.train}
+    labels = compute_label_divergences(run.setup, data)
     small = compute_compressions(run.setup, chosen, labels)
     return replace(
         story,
         shares=compute_trained_fractions(
-            replace(run.setup, clients=population.clients), chain.from_iterable(run.read_clients())
+            replace(run.setup, clients=everyone.clients), chain.from_iterable(records)
         ),
         compressions=small,
         correlation=compute_correlation(small),
     )
+
+
+def _choose_shown(
+    run: Run, population: Population | None, records: Sequence[Sequence[ClientRecord]]
+) -> Sequence[int]:
+    """The clients that a report shows one by one: all, or some of those that took part."""
+    known = run.state.chosen_subnets if population is None else population.registry.numbers
+    if len(known) <= MAX_LISTED:
+        return list(known)
+    took_part = sorted(
+        client
+        for client in {record.client for round in records for record in round}
+        if client in known
+    )
+    return took_part[:: -(-len(took_part) // MAX_LISTED) or 1]
 
 
 def _describe_run(run: Run) -> dict[str, Any]:

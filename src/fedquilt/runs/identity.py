@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fedquilt.federation.client import Client
 from fedquilt.federation.hostile import Attack
 from fedquilt.federation.privacy import Privacy
+from fedquilt.federation.registry import ClientRegistry
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Setup
 from fedquilt.files import hash_tensor
@@ -41,7 +41,7 @@ def compute_fingerprint(
         "tensors": {name: list(shape) for name, shape in setup.structure.shapes.items()},
         "structure": setup.structure.describe(),
         "method": describe_settings(method),
-        "clients": [_describe_client(client) for client in setup.clients],
+        "clients": _describe_clients(setup.registry),
         "seed": setup.seed,
     }
     if setup.sampling != "fixed":
@@ -57,13 +57,14 @@ def compute_fingerprint(
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _describe_client(client: Client) -> list[Any]:
-    """What a method knows of a client; its group and its test data do not change training."""
+def _describe_clients(registry: ClientRegistry) -> list[Any] | dict[str, Any]:
+    """What a method knows of clients; their groups and test data do not change training."""
+    if not registry.can_be_listed:
+        return {"count": len(registry), "sha256": registry.hash_columns()}
+    budgets = {budget: describe_settings(budget) for budget in registry.budget_counts}
     return [
-        client.id,
-        client.num_examples,
-        list(client.labels),
-        describe_settings(client.budget),
+        [client.id, client.num_examples, list(client.labels), budgets[client.budget]]
+        for client in registry
     ]
 
 

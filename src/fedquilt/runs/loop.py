@@ -68,7 +68,7 @@ class TrainingLoop:
     method: Method
     engine: Engine
     has_server_test: bool
-    testers: tuple[int, ...]
+    testers: Collection[int]
     directory: RunDirectory | None = None
     fingerprint: str = ""
     cadence: Cadence = field(default_factory=Cadence)
@@ -79,7 +79,7 @@ class TrainingLoop:
     privacy: PrivateRounds | None = None
     secure: SecureAggregation | None = None
     selection: Selection = field(default_factory=Selection)
-    validators: tuple[int, ...] = ()
+    validators: Collection[int] = ()
     attack: Attack | None = None
     environments: tuple[Environment, ...] = field(default=(), init=False)
 
@@ -101,7 +101,7 @@ class TrainingLoop:
             self._aggregations = make_secure(self._aggregations, self.secure)
         self._client_exchange = make_exchange(self.setup, self.secure, self.attack)
         self._saved = SavedRun(self.directory, self.fingerprint, self.engine, self._notify)
-        self._selector = ModelSelector(self.selection, self.setup, self.method, self.validators)
+        self._selector = ModelSelector(self.selection, self.setup, self.method)
         self._history: list[Record] = []
         self._clients: list[tuple[ClientRecord, ...]] = []
         self._reported: set[tuple[str, tuple[int, ...]]] = set()
@@ -239,7 +239,7 @@ class TrainingLoop:
         else:
             sampling = "fixed" if phase.is_closing else self.setup.sampling
             cohort = sample_cohort(
-                self.setup.clients, phase, seed, oversample, self._find_available(), sampling
+                self.setup.registry, phase, seed, oversample, self._find_available(), sampling
             )
             tasks = self.method.plan(self.setup, state, cohort)
         if self.cadence.test_locally and not phase.is_closing:
@@ -247,7 +247,7 @@ class TrainingLoop:
         total = count_rounds(self.method, self.setup)
         self._notify(RoundStarted(number, phase.name, len(tasks), total))
         aggregation = self._aggregations[phase.name]
-        needed = min(len(tasks), phase.count_needed(self.setup.clients))
+        needed = min(len(tasks), phase.count_needed(self.setup.registry))
         quorum = self.faults.required_replies(needed)
         if self.privacy is not None:
             quorum = min(1, needed)  # the noise does not depend on how many answer
@@ -271,10 +271,17 @@ class TrainingLoop:
         self.engine.on_progress = ignore_progress  # evaluation is not the round's progress
         return merged, accounting
 
-    def _find_available(self) -> Collection[int]:
-        """The clients that can be asked; all of them if none is known to be available."""
-        everyone = {client.id for client in self.setup.clients}
-        return everyone if self.available is None else everyone & set(self.available()) or everyone
+    def _find_available(self) -> Collection[int] | None:
+        """The clients that can be asked; None: all of them, or none is known to be available."""
+        if self.available is None:
+            return None
+        known = self.setup.registry.numbers
+        return {client for client in self.available() if client in known} or None
+
+    def _keep_available(self, clients: Collection[int]) -> Collection[int]:
+        """Of some clients those that can be asked."""
+        available = self._find_available()
+        return clients if available is None else [c for c in clients if c in available]
 
     def _add_local_test(self, task: Task) -> Task:
         """The task, with a test of the trained model if the client has test data."""
@@ -316,7 +323,7 @@ class TrainingLoop:
             self.method,
             finished,
             has_server_test=self.has_server_test,
-            testers=tuple(client for client in self.testers if client in self._find_available()),
+            testers=self._keep_available(self.testers),
             on_failure=failures.append,
         )
         scores = measure_backdoor(
@@ -326,7 +333,7 @@ class TrainingLoop:
         validation = None
         if is_compared:
             validation = self._selector.score(
-                finished, self.engine, self._find_available(), failures.append
+                finished, self.engine, self._keep_available(self.validators), failures.append
             )
         if not is_final and self.engine.client_versions() != versions:
             self.engine.restore(versions)  # training continues from the states before

@@ -17,7 +17,6 @@ from fedquilt.errors import CheckpointError, ConfigError
 from fedquilt.evaluation.scores import Scores
 from fedquilt.federation.hostile import Attack
 from fedquilt.federation.privacy import Privacy, make_secret
-from fedquilt.federation.privacy.settings import hide_data
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.secure.settings import require_cryptography
 from fedquilt.federation.state import Setup, State
@@ -159,7 +158,7 @@ def _make_private(plan: RunPlan) -> RunPlan:
         raise ConfigError(
             "a private run asks each client with a known probability; leave out flower.oversample"
         )
-    setup = replace(plan.setup, clients=tuple(map(hide_data, plan.setup.clients)))
+    setup = replace(plan.setup, clients=plan.setup.registry.without_data())
     faults = replace(plan.faults, attempts=1)  # another attempt would be another release
     return replace(plan, setup=setup, method=plan.method.make_private(), faults=faults)
 

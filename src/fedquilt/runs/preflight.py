@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedquilt.data.client_sets import list_owners, list_samples
 from fedquilt.data.population import Population
 from fedquilt.errors import ConfigError, DataError, FedquiltError, describe_unknown
 from fedquilt.formatting import format_count
@@ -162,9 +163,9 @@ def _check_trainable(model: nn.Module) -> None:
 
 def _draw_first_batch(model: nn.Module, population: Population) -> Batch | None:
     """Two examples of the first client that has any here; one of them twice, if it has one."""
-    for data in population.train.values():
-        if len(data):
-            return bind_batch(model, as_batch(data.batch(torch.arange(2) % len(data))))
+    for client in list_owners(population.train)[:1]:
+        data = population.train[client]
+        return bind_batch(model, as_batch(data.batch(torch.arange(2) % len(data))))
     return None
 
 
@@ -257,8 +258,8 @@ def _check_labels_fit(logits: Tensor, labels: Any) -> None:
 
 
 def _check_classes(logits: Tensor, batch: Batch | None, population: Population) -> None:
-    labels = {label for client in population.clients for label in client.labels}
-    labels.update(*(data.label_set for data in population.test.values()))
+    labels = set(population.registry.known_labels)
+    labels.update(*(data.label_set for data in list_samples(population.test)))
     labels.discard(IGNORED)
     lowest, highest = min(labels, default=0), max(labels, default=0)
     if lowest < 0:

@@ -84,7 +84,7 @@ class PrivateRounds:
     @property
     def rate(self) -> float:
         """The probability that a client takes part in a round."""
-        return self.phase.sampling_rate(self.setup.clients)
+        return self.phase.sampling_rate(self.setup.registry)
 
     @cached_property
     def accountant(self) -> Accountant:
@@ -203,17 +203,18 @@ class PrivateRounds:
 
     def sample_cohort(self, round: int) -> frozenset[int]:
         """The numbers of the clients of a round, which only the secret tells."""
-        clients = self.phase.eligible(self.setup.clients)
+        clients = self.phase.eligible(self.setup.registry)
         draws = draw_uniform(self.secret, ("cohort", round), len(clients))
         if self.setup.sampling == "poisson":
             chosen = np.flatnonzero(draws < self.rate)
         else:
-            chosen = np.argsort(draws, kind="stable")[: self.phase.count_needed(self.setup.clients)]
+            chosen = np.argsort(draws, kind="stable")[: self.phase.cohort_size(len(clients))]
         return frozenset(clients[i].id for i in chosen.tolist())
 
-    def plan(self, state: State, available: Collection[int]) -> list[Task]:
-        """The tasks of the clients that are drawn and available."""
-        cohort = self.sample_cohort(state.round) & set(available)
+    def plan(self, state: State, available: Collection[int] | None) -> list[Task]:
+        """The tasks of the clients that are drawn and available; None: all are."""
+        cohort = self.sample_cohort(state.round)
+        cohort = cohort if available is None else cohort & set(available)
         tasks = [task for task in self._plan_everyone(state)[0] if task.client in cohort]
         if self.privacy.is_by_example:
             tasks = [self._make_steps_private(task, state) for task in tasks]
@@ -265,7 +266,7 @@ class PrivateRounds:
         """The tasks that all registered clients would get in a round, and how many have each."""
         if self._planned is None or self._planned[0] != state.round:
             state = replace(state, phase=find_phase(state.round, self.method, self.setup).name)
-            tasks = self.method.plan(self.setup, state, self.phase.eligible(self.setup.clients))
+            tasks = self.method.plan(self.setup, state, self.phase.eligible(self.setup.registry))
             holdings = Counter(tuple(task.subnets) for task in tasks)
             self._planned = state.round, tasks, holdings
         return self._planned[1:]

@@ -49,13 +49,13 @@ def check_secure(setup: Setup, method: Method, settings: SecureAggregation) -> N
             )
     make_secure(pipelines, settings)
     for phase in phases:
-        if (count := phase.count_needed(setup.clients)) < settings.threshold:
+        if (count := phase.count_needed(setup.registry)) < settings.threshold:
             raise ConfigError(
                 f"{count} clients take part in a round, and secure_aggregation.threshold is "
                 f"{settings.threshold}; lower it, or let more clients take part (method.fraction)"
             )
         state = replace(method.start(setup), phase=phase.name)
-        tasks = method.plan(setup, state, phase.eligible(setup.clients))
+        tasks = method.plan(setup, state, phase.eligible(setup.registry))
         if any(task.client not in setup.clients_by_id for task in tasks):
             raise ConfigError(f"a secure sum is over clients, and {name} trains on the server")
         _check_holders(setup, tasks, f"{name} ({phase.name})", settings.threshold)

@@ -23,14 +23,10 @@ class ModelSelector:
         selection: What is wanted.
         setup: What stays the same during the run.
         method: The method.
-        validators: The clients that have validation data.
     """
 
-    def __init__(
-        self, selection: Selection, setup: Setup, method: Method, validators: tuple[int, ...]
-    ) -> None:
+    def __init__(self, selection: Selection, setup: Setup, method: Method) -> None:
         self._selection, self._setup, self._method = selection, setup, method
-        self._validators = validators
         self.progress = SelectionProgress()
 
     @property
@@ -49,17 +45,17 @@ class ModelSelector:
         self,
         finished: State,
         engine: Engine,
-        available: Collection[int],
+        validators: Collection[int],
         on_failure: Callable[[Failure], None],
     ) -> float | None:
-        """The score of a finished state on validation data; None if it is not known."""
+        """The score of a finished state on these clients' validation data; None: not known."""
         scores = evaluate(
             self._setup,
             self._method,
             finished,
             engine,
             has_server_test=False,
-            testers=tuple(client for client in self._validators if client in available),
+            testers=validators,
             on_failure=on_failure,
             split="validation",
         )

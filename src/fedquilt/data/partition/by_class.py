@@ -6,6 +6,7 @@ examples are dealt by the same weights, so a client is tested on the classes tha
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 
@@ -18,12 +19,15 @@ from fedquilt.data.partition.rows import (
     Stream,
     check_known,
     check_num_clients,
+    group_rows,
     iterate_rows,
-    list_rows,
     require_examples,
     to_integers,
 )
 from fedquilt.errors import DataError
+from fedquilt.federation.columns import RaggedColumn
+
+BLOCK = 10_000  # clients whose draws are made at once
 
 
 def split_by_class(
@@ -43,7 +47,7 @@ def split_by_class(
     """
     numbers = to_integers(labels)
     weights = draw_class_weights(numbers, num_clients, classes_per_client, seed, exact=exact)
-    return require_examples(weights.deal(numbers, seed, Stream.TRAIN))
+    return list(require_examples(weights.deal(numbers, seed, Stream.TRAIN)))
 
 
 def split_dirichlet(
@@ -59,7 +63,7 @@ def split_dirichlet(
     """
     numbers = to_integers(labels)
     weights = draw_dirichlet_weights(numbers, num_clients, alpha, seed, minimum)
-    return require_examples(weights.deal(numbers, seed, Stream.TRAIN))
+    return list(require_examples(weights.deal(numbers, seed, Stream.TRAIN)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +77,7 @@ class ClassWeights:
     weights: npt.NDArray[np.float64]
     num_clients: int
 
-    def deal(self, labels: Indices, seed: int, stream: Stream) -> list[Indices]:
+    def deal(self, labels: Indices, seed: int, stream: Stream) -> RaggedColumn:
         """Deals the examples of each class by its weights; returns the rows of each client."""
         check_known(labels, self.classes, "label")
         rng = stream.make_generator(seed)
@@ -81,7 +85,7 @@ class ClassWeights:
         for weights, rows in zip(self.weights, iterate_rows(labels, self.classes), strict=True):
             quota = _apportion(len(rows), weights, rng)
             owner[rng.permutation(rows)] = np.repeat(np.arange(len(quota)), quota)
-        return list_rows(owner, self.num_clients)
+        return group_rows(owner, self.num_clients)
 
 
 def draw_class_weights(
@@ -138,14 +142,16 @@ def _assign_holders(
     """
     left = shards.copy()
     weights = np.zeros((len(shards), num_clients))
-    for client in range(num_clients):
-        # the top keys are a draw without repetition, weighted by the shards left
-        with np.errstate(divide="ignore"):
-            keys = np.log(left) + rng.gumbel(size=len(left))
-        keys[left == num_clients - client] = np.inf
-        drawn = np.argsort(-keys)[:classes_per_client]
-        weights[drawn, client] = 1
-        left[drawn] -= 1
+    for start in range(0, num_clients, BLOCK):
+        drawn = rng.gumbel(size=(min(BLOCK, num_clients - start), len(left)))
+        for client, noise in enumerate(drawn, start):
+            # the top keys are a draw without repetition, weighted by the shards left
+            with np.errstate(divide="ignore"):
+                keys = np.log(left) + noise
+            keys[left == num_clients - client] = np.inf
+            chosen = np.argsort(-keys)[:classes_per_client]
+            weights[chosen, client] = 1
+            left[chosen] -= 1
     return weights
 
 
@@ -186,15 +192,32 @@ def draw_dirichlet_weights(
 
 
 def _raise_to_minimum(counts: Indices, minimum: int) -> Indices:
-    """Moves counts (class, client) from the largest clients to those below the minimum."""
+    """Moves counts (class, client) from the largest clients to those below the minimum.
+
+    The poorest client gets from the richest; of equal ones the first is meant. Heaps find them: to
+    look at all clients for each one that is poor would take time in the square of their number.
+    """
     counts = counts.copy()
-    totals = counts.sum(axis=0)
-    while totals.min() < minimum:
-        poor, rich = int(totals.argmin()), int(totals.argmax())
+    totals = counts.sum(axis=0).tolist()
+    poorest = [(total, client) for client, total in enumerate(totals) if total < minimum]
+    if not poorest:
+        return counts
+    richest = [(-total, client) for client, total in enumerate(totals)]
+    for heap in (poorest, richest):
+        heapq.heapify(heap)
+    while poorest:
+        _, poor = heapq.heappop(poorest)
+        while totals[richest[0][1]] != -richest[0][0]:  # it has given or got since
+            heapq.heapreplace(richest, (-totals[richest[0][1]], richest[0][1]))
+        rich = richest[0][1]
         label = int(counts[:, rich].argmax())
-        given = min(minimum - totals[poor], counts[label, rich])
-        counts[label, [poor, rich]] += (given, -given)
-        totals[[poor, rich]] += (given, -given)
+        given = min(minimum - totals[poor], int(counts[label, rich]))
+        counts[label, poor] += given
+        counts[label, rich] -= given
+        totals[poor] += given
+        totals[rich] -= given
+        if totals[poor] < minimum:
+            heapq.heappush(poorest, (totals[poor], poor))
     return counts
 
 

@@ -9,12 +9,13 @@ from fedquilt.data.partition.rows import (
     Numbers,
     Stream,
     check_num_clients,
+    group_rows,
     iterate_rows,
-    list_rows,
     require_examples,
     to_integers,
 )
 from fedquilt.errors import DataError
+from fedquilt.federation.columns import RaggedColumn
 
 
 def split_by_group(
@@ -34,7 +35,7 @@ def split_by_group(
     present = np.unique(numbers)
     count = count_group_clients(num_clients, len(present), len(numbers))
     rng = None if blocks else Stream.TRAIN.make_generator(seed)
-    return require_examples(deal_groups(numbers, present, count, rng))
+    return list(require_examples(deal_groups(numbers, present, count, rng)))
 
 
 def count_group_clients(num_clients: int | None, num_groups: int, num_examples: int) -> int:
@@ -51,7 +52,7 @@ def count_group_clients(num_clients: int | None, num_groups: int, num_examples: 
 
 def deal_groups(
     groups: Indices, present: Indices, num_clients: int, rng: np.random.Generator | None
-) -> list[Indices]:
+) -> RaggedColumn:
     """Deals each group to its clients, at random, or in blocks if ``rng`` is None."""
     per_group = num_clients // len(present)
     owner = np.empty(len(groups), dtype=np.int64)
@@ -59,4 +60,4 @@ def deal_groups(
         turns = np.arange(len(rows)) % per_group
         order, turns = (rows, np.sort(turns)) if rng is None else (rng.permutation(rows), turns)
         owner[order] = position * per_group + turns
-    return list_rows(owner, num_clients)
+    return group_rows(owner, num_clients)

@@ -9,6 +9,7 @@ import numpy as np
 
 from fedquilt.data.partition.rows import Indices, Numbers, require_examples, to_integers
 from fedquilt.errors import DataError
+from fedquilt.federation.columns import RaggedColumn
 
 
 class FlwrPartitioner(Protocol):
@@ -38,7 +39,7 @@ def from_flwr(partitioner: FlwrPartitioner, labels: Numbers) -> list[Indices]:
     own.dataset = _make_index_table(to_integers(labels))  # type: ignore[attr-defined]
     parts = (own.load_partition(i) for i in range(own.num_partitions))
     rows = [np.sort(np.asarray(part["idx"], dtype=np.int64)) for part in parts]  # type: ignore[index]
-    return require_examples(rows)
+    return list(require_examples(RaggedColumn.of(rows)))
 
 
 def _make_index_table(labels: Indices) -> object:

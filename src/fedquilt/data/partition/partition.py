@@ -13,7 +13,7 @@ from fedquilt.data.partition.by_class import (
     draw_dirichlet_weights,
 )
 from fedquilt.data.partition.by_group import count_group_clients, deal_groups
-from fedquilt.data.partition.iid import split_iid
+from fedquilt.data.partition.iid import deal_iid
 from fedquilt.data.partition.rows import (
     Indices,
     Numbers,
@@ -24,6 +24,7 @@ from fedquilt.data.partition.rows import (
     to_integers,
 )
 from fedquilt.errors import DataError, describe_unknown
+from fedquilt.federation.columns import RaggedColumn
 
 BLOCKS = "domain:blocks"
 KINDS = ("iid", "classes", "dirichlet", "domain", BLOCKS, "natural")
@@ -60,7 +61,7 @@ class Partition:
         groups_test: Numbers | None,
         num_clients: int | None,
         seed: int,
-    ) -> tuple[list[Indices], list[Indices]]:
+    ) -> tuple[RaggedColumn, RaggedColumn]:
         """Divides the training set, and the test set in the same way; returns rows per client.
 
         Every training row is used once, and every client has at least one. A client may have no
@@ -78,7 +79,7 @@ class Partition:
                 "give one, or use 'natural'"
             )
         if self.kind == "iid":
-            dealt = split_iid(len(labels_train), num_clients, seed)
+            dealt = deal_iid(len(labels_train), num_clients, seed)
             rng = Stream.TEST.make_generator(seed)
             return dealt, deal_evenly(len(labels_test), num_clients, rng)
         if labels_train.ndim > 1:
@@ -103,7 +104,7 @@ class Partition:
         groups_test: Numbers | None,
         num_clients: int | None,
         seed: int,
-    ) -> tuple[list[Indices], list[Indices]]:
+    ) -> tuple[RaggedColumn, RaggedColumn]:
         if groups_train is None or groups_test is None:
             key = "id" if self.kind == "natural" else "domain"
             raise DataError(

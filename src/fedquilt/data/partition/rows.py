@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum
 from typing import TypeAlias
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from fedquilt.errors import DataError
+from fedquilt.federation.columns import RaggedColumn
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 Numbers: TypeAlias = npt.NDArray[np.int64] | Tensor
@@ -31,15 +32,16 @@ class Stream(Enum):
         return np.random.default_rng((seed, self.value, *more))
 
 
-def deal_evenly(num_examples: int, num_clients: int, rng: np.random.Generator) -> list[Indices]:
+def deal_evenly(num_examples: int, num_clients: int, rng: np.random.Generator) -> RaggedColumn:
     """Deals the rows at random, so that the clients' sizes differ by one at most."""
-    return list_rows(rng.permutation(num_examples) % num_clients, num_clients)
+    return group_rows(rng.permutation(num_examples) % num_clients, num_clients)
 
 
-def list_rows(owner: Indices, num_clients: int) -> list[Indices]:
-    """Lists the sorted rows of each client; rows of owners beyond the last client are left out."""
+def group_rows(owner: Indices, num_clients: int) -> RaggedColumn:
+    """The sorted rows of each client; rows of owners beyond the last client are left out."""
     order = np.argsort(owner, kind="stable")
-    return np.split(order, np.searchsorted(owner[order], np.arange(1, num_clients + 1)))[:-1]
+    starts = np.searchsorted(owner[order], np.arange(num_clients + 1))
+    return RaggedColumn(order[: starts[-1]], starts)
 
 
 def iterate_rows(labels: Indices, classes: Indices) -> Iterator[Indices]:
@@ -80,12 +82,12 @@ def check_known(values: Indices, known: Indices, kind: str) -> None:
         )
 
 
-def require_examples(rows: Sequence[Indices]) -> list[Indices]:
+def require_examples(rows: RaggedColumn) -> RaggedColumn:
     """Returns the rows of all clients; each must have at least one."""
-    empty = [client for client, own in enumerate(rows) if len(own) == 0]
-    if empty:
+    empty = np.flatnonzero(rows.sizes == 0)
+    if len(empty):
         raise DataError(
             f"every client needs an example, client {empty[0]} got none (so did {len(empty) - 1} "
             "others); ask for fewer clients or a less uneven partition"
         )
-    return list(rows)
+    return rows

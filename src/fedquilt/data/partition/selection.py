@@ -49,7 +49,7 @@ def take_first_rows(groups: Numbers, fraction: float) -> Indices:
 
 
 def choose_natural_clients(
-    sizes: Sequence[int], count: int | None, min_examples: int, seed: int
+    sizes: Sequence[int] | Indices, count: int | None, min_examples: int, seed: int
 ) -> list[int]:
     """Chooses the natural clients that take part: all with ``min_examples``, or ``count`` of them.
 
@@ -58,7 +58,7 @@ def choose_natural_clients(
     >>> choose_natural_clients([5, 1, 3], None, 2, seed=0)
     [0, 2]
     """
-    eligible = [client for client, size in enumerate(sizes) if size >= min_examples]
+    eligible = np.flatnonzero(np.asarray(sizes) >= min_examples).tolist()
     if not eligible or (count is not None and count > len(eligible)):
         raise DataError(
             f"of {len(sizes)} natural clients {len(eligible)} have {min_examples} examples or "
