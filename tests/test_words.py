@@ -267,6 +267,7 @@ def test_files_in_the_text_exist(page):
         "femnist/",
         "shakespeare/",
         "runs/",
+        "build/",
         "model/",
     )
     assert not [

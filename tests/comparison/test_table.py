@@ -11,15 +11,15 @@ from tests.comparison.conftest import run
 
 import fedquilt as fq
 from fedquilt.comparison.advice import write_advice
-from fedquilt.comparison.metric import Metric
 from fedquilt.comparison.results import TrialResult
 from fedquilt.comparison.table import Estimate, Row, choose_best
 from fedquilt.errors import ConfigError
 from fedquilt.files import read_document
+from fedquilt.learning.metric import MetricInfo
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.records import read_records
 
-ACCURACY = Metric("accuracy")
+ACCURACY = MetricInfo(is_fraction=True)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_advice_says_what_cannot_be_told_from_the_best_and_what_is_cheaper():
 
 def test_of_a_loss_the_smallest_is_the_best():
     rows = [make_row("high", 0.9), make_row("low", 0.2)]
-    assert choose_best(rows, Metric("loss", False, False)).variant == "low"
+    assert choose_best(rows, MetricInfo("loss", higher_is_better=False)).variant == "low"
 
 
 def test_methods_that_do_not_fit_are_left_out_with_their_own_reason(tmp_path):

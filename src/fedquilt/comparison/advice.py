@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedquilt.comparison.metric import Metric
+from fedquilt.comparison.metric import format_score
 from fedquilt.comparison.significance import FEW_SEEDS, LEVEL
 from fedquilt.comparison.table import Analysis, Row, choose_best
 from fedquilt.formatting import format_count, format_si
+from fedquilt.learning.metric import MetricInfo
 
 UNITS = {"bytes": "B", "macs": "MACs", "seconds": "s"}
 
 
-def write_advice(rows: Sequence[Row], metric: Metric) -> str:
+def write_advice(rows: Sequence[Row], metric: MetricInfo) -> str:
     """Which variant to take, why, and which others are as good as far as can be told."""
     done = [row for row in rows if row.mean is not None]
     best = choose_best(done, metric)
     if best is None or best.mean is None:
         return "No run is done, so there is no advice."
-    value = metric.format(best.mean.mean)
+    value = format_score(metric, best.mean.mean)
     sentence = f"Take {best.variant}: it has the best mean {metric.label} over budgets, {value}"
     if len(done) == 1:
         return f"{sentence}; nothing else was compared."
@@ -53,7 +54,7 @@ def _name_rival(row: Row) -> str:
     return row.variant if row.p_value is None else f"{row.variant} (p = {row.p_value:.2g})"
 
 
-def write_notes(analysis: Analysis, metric: Metric) -> list[str]:
+def write_notes(analysis: Analysis, metric: MetricInfo) -> list[str]:
     """What a reader must know to trust the table."""
     rows, target = analysis.rows, analysis.target
     done = [row for row in rows if row.mean is not None]
@@ -73,7 +74,7 @@ def write_notes(analysis: Analysis, metric: Metric) -> list[str]:
             "and a p above 0.05 does not show that two are equal."
         )
     if target is not None:
-        notes.append(f"Target: a mean {metric.label} of {metric.format(target)}.")
+        notes.append(f"Target: a mean {metric.label} of {format_score(metric, target)}.")
     if analysis.amounts:
         amounts = " or ".join(
             format_si(analysis.amounts[name], unit) for name, unit in UNITS.items()

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.comparison.advice import write_advice, write_notes
-from fedquilt.comparison.metric import Metric
 from fedquilt.comparison.picture import draw_pareto
 from fedquilt.comparison.render import make_sections, to_html, to_markdown
 from fedquilt.comparison.table import Analysis, Estimate, Row, flatten_row
 from fedquilt.errors import CorruptFileError
 from fedquilt.files import write_text
 from fedquilt.formatting import make_data_frame
+from fedquilt.learning.metric import MetricInfo
 
 FORMAT = 1
 ESTIMATES = ("mean", "worst")
@@ -36,12 +36,12 @@ class Comparison:
         folder: Where the runs are; None: not known.
 
     >>> row = Row("heterofl", tiers={"1": Estimate(0.8)}, mean=Estimate(0.8))
-    >>> table = Comparison(Metric("accuracy"), Analysis((row,)))
+    >>> table = Comparison(MetricInfo(is_fraction=True), Analysis((row,)))
     >>> [row["mean_accuracy"] for row in table]
     [0.8]
     """
 
-    metric: Metric
+    metric: MetricInfo
     analysis: Analysis
     left_out: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Comparison:
         try:
             rows = tuple(_read_row(row) for row in document["rows"])
             analysis = Analysis(rows, document["target"], document["amounts"])
-            metric = Metric(**document["metric"])
+            metric = MetricInfo(**document["metric"])
             return cls(metric, analysis, document["left_out"], document["about"])
         except (KeyError, TypeError, ValueError) as problem:
             raise CorruptFileError(

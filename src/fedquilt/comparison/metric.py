@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from numbers import Real
 
 from fedquilt.comparison.results import Scores, TrialResult
@@ -17,50 +17,30 @@ LOWER_IS_BETTER = ("loss", "perplexity")
 COUNTS = ("num_examples",)
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A score of the finished model.
+def get_score(metric: MetricInfo, scores: Scores) -> float | None:
+    """The value of a metric among the scores of a size."""
+    value = scores.get(metric.name)
+    return float(value) if isinstance(value, Real) else None
 
-    Args:
-        name: What it is called in records.
-        higher_is_better: Whether more of it is better.
-        is_fraction: Whether it is in [0, 1], and written in percent.
 
-    >>> Metric("accuracy").format(0.8123), Metric("loss", False, False).format(0.8123)
+def format_score(metric: MetricInfo, value: float | None, deviation: float | None = None) -> str:
+    """A value with its deviation over seeds; a dash if it is not known.
+
+    >>> format_score(MetricInfo(is_fraction=True), 0.8123, 0.012)
+    '81.2 ± 1.2'
+    >>> format_score(MetricInfo(is_fraction=True), 0.8123), format_score(MetricInfo("mae"), 0.8123)
     ('81.2 %', '0.812')
     """
-
-    name: str
-    higher_is_better: bool = True
-    is_fraction: bool = True
-
-    @property
-    def label(self) -> str:
-        """The score as people read it."""
-        return self.name.replace("_", " ")
-
-    @property
-    def sign(self) -> int:
-        """1 if more is better, else -1."""
-        return 1 if self.higher_is_better else -1
-
-    def format(self, value: float | None, deviation: float | None = None) -> str:
-        """The value with its deviation; a dash if it is not known."""
-        if value is None:
-            return "-"
-        if not self.is_fraction:
-            return f"{value:.3g}" + ("" if deviation is None else f" ± {deviation:.2g}")
-        if deviation is None:
-            return f"{100 * value:.1f} %"
-        return f"{100 * value:.1f} ± {100 * deviation:.1f}"
-
-    def get(self, scores: Scores) -> float | None:
-        """Its value among the scores of a size."""
-        value = scores.get(self.name)
-        return float(value) if isinstance(value, Real) else None
+    if value is None:
+        return "-"
+    if not metric.is_fraction:
+        return f"{value:.3g}" + ("" if deviation is None else f" ± {deviation:.2g}")
+    if deviation is None:
+        return f"{100 * value:.1f} %"
+    return f"{100 * value:.1f} ± {100 * deviation:.1f}"
 
 
-def choose_metric(results: Sequence[TrialResult], name: str | None = None) -> Metric:
+def choose_metric(results: Sequence[TrialResult], name: str | None = None) -> MetricInfo:
     """The metric of this name, or the first that all results have for all of their sizes."""
     common = [
         {n for n, v in size.scores.items() if isinstance(v, Real) and n not in COUNTS}
@@ -80,8 +60,8 @@ def choose_metric(results: Sequence[TrialResult], name: str | None = None) -> Me
     if name not in known:
         raise ConfigError(describe_unknown("metric", name, known))
     if name.endswith(info.name) and name not in LOWER_IS_BETTER:
-        return Metric(name, info.higher_is_better, info.is_fraction)
-    return Metric(name, name not in LOWER_IS_BETTER, name not in LOWER_IS_BETTER)
+        return replace(info, name=name)
+    return MetricInfo(name, name not in LOWER_IS_BETTER, name not in LOWER_IS_BETTER)
 
 
 def _find_info(results: Sequence[TrialResult]) -> MetricInfo:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedquilt.comparison.metric import Metric
 from fedquilt.comparison.table import Analysis, Row
 from fedquilt.figures.drawing import draw_figure
 from fedquilt.figures.figure import Point, Scatter
+from fedquilt.learning.metric import MetricInfo
 
 COSTS = {"bytes": "bytes, both ways", "macs": "MACs of all clients"}
 
 
-def draw_pareto(analysis: Analysis, metric: Metric, path: Path) -> Path:
+def draw_pareto(analysis: Analysis, metric: MetricInfo, path: Path) -> Path:
     """Draws the figure into a file, .png or .svg."""
     draw_figure(make_figure(analysis, metric), path)
     return path
 
 
-def make_figure(analysis: Analysis, metric: Metric) -> Scatter:
+def make_figure(analysis: Analysis, metric: MetricInfo) -> Scatter:
     """The mean of each variant against bytes and against MACs."""
     scale = 100 if metric.is_fraction else 1
     panels: dict[str, Mapping[str, Point]] = {}

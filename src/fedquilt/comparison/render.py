@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedquilt.comparison.metric import Metric
+from fedquilt.comparison.metric import format_score
 from fedquilt.comparison.table import Analysis, Estimate, Row
 from fedquilt.formatting import format_si, make_html_table
+from fedquilt.learning.metric import MetricInfo
 from fedquilt.settings.compare import RESOURCES
 
 
@@ -20,7 +21,7 @@ class Section:
     cells: tuple[tuple[str, ...], ...]
 
 
-def make_sections(analysis: Analysis, metric: Metric) -> list[Section]:
+def make_sections(analysis: Analysis, metric: MetricInfo) -> list[Section]:
     """The tables: scores by budget, the comparison with the best, equal costs, costs, speed."""
     rows = [row for row in analysis.rows if row.mean is not None]
     unit = " in %" if metric.is_fraction else ""
@@ -62,8 +63,8 @@ def make_sections(analysis: Analysis, metric: Metric) -> list[Section]:
     return [scores, summary, equal, costs, speed]
 
 
-def _list_summary(row: Row, metric: Metric) -> tuple[str, ...]:
-    behind = "best" if row.is_best else metric.format(row.difference, row.interval)
+def _list_summary(row: Row, metric: MetricInfo) -> tuple[str, ...]:
+    behind = "best" if row.is_best else format_score(metric, row.difference, row.interval)
     return (
         row.variant,
         _format_partial(metric, row, row.mean),
@@ -93,14 +94,14 @@ def _list_speed(row: Row) -> tuple[str, ...]:
     )
 
 
-def _format(metric: Metric, estimate: Estimate | None) -> str:
+def _format(metric: MetricInfo, estimate: Estimate | None) -> str:
     """A score; in percent without the sign, which is in the title."""
     if estimate is None:
         return "-"
-    return metric.format(estimate.mean, estimate.deviation).removesuffix(" %")
+    return format_score(metric, estimate.mean, estimate.deviation).removesuffix(" %")
 
 
-def _format_partial(metric: Metric, row: Row, estimate: Estimate | None) -> str:
+def _format_partial(metric: MetricInfo, row: Row, estimate: Estimate | None) -> str:
     """A score over budgets; in parentheses if some budgets get no model."""
     text = _format(metric, estimate)
     return text if row.serves_all or estimate is None else f"({text})"

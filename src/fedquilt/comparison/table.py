@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.comparison.metric import Metric
+from fedquilt.comparison.metric import get_score
 from fedquilt.comparison.results import Evaluation, Tier, TrialResult
 from fedquilt.comparison.significance import (
     PairedTest,
@@ -17,6 +17,7 @@ from fedquilt.comparison.significance import (
     correct_by_holm,
     unpack_outcomes,
 )
+from fedquilt.learning.metric import MetricInfo
 from fedquilt.settings.compare import RESOURCES
 
 TARGET_FRACTION = 0.95  # of the best mean, to be reached where no target was given
@@ -128,7 +129,7 @@ class Analysis:
 
 
 def analyze(
-    variants: Sequence[VariantResults], metric: Metric, target: float | None = None
+    variants: Sequence[VariantResults], metric: MetricInfo, target: float | None = None
 ) -> Analysis:
     """Makes the rows, and compares them with the best."""
     done = [one for one in variants if one.results]
@@ -162,7 +163,7 @@ def analyze(
 
 
 def _add_tests(
-    rows: Mapping[str, Row], done: Sequence[VariantResults], best: str, metric: Metric
+    rows: Mapping[str, Row], done: Sequence[VariantResults], best: str, metric: MetricInfo
 ) -> dict[str, Row]:
     """The rows with how each compares with the best."""
     by_name = {one.variant: one for one in done}
@@ -181,7 +182,7 @@ def _add_tests(
     }
 
 
-def choose_best(rows: Sequence[Row], metric: Metric) -> Row | None:
+def choose_best(rows: Sequence[Row], metric: MetricInfo) -> Row | None:
     """The row with the best mean, of those that serve all budgets, and within them, if any does."""
     for group in (
         [row for row in rows if row.serves_all and not row.exceeds_budgets and not row.problem],
@@ -194,13 +195,13 @@ def choose_best(rows: Sequence[Row], metric: Metric) -> Row | None:
     return None
 
 
-def _rank(row: Row, metric: Metric) -> tuple[bool, bool, float]:
+def _rank(row: Row, metric: MetricInfo) -> tuple[bool, bool, float]:
     """The best first: rows that serve all budgets, within them, by their mean."""
     value = -metric.sign * row.mean.mean if row.mean is not None else float("inf")
     return not row.serves_all, bool(row.exceeds_budgets), value
 
 
-def _describe(one: VariantResults, metric: Metric) -> Row:
+def _describe(one: VariantResults, metric: MetricInfo) -> Row:
     """What the runs of a variant show by themselves."""
     first = one.results[0]
     tiers = {
@@ -238,27 +239,27 @@ def _list_sizes(result: TrialResult) -> dict[str, dict[str, float]]:
     return sizes
 
 
-def _get_value(result: TrialResult, tier: Tier, metric: Metric) -> float | None:
+def _get_value(result: TrialResult, tier: Tier, metric: MetricInfo) -> float | None:
     size = result.get_size(tier)
-    return None if size is None else metric.get(size.scores)
+    return None if size is None else get_score(metric, size.scores)
 
 
-def _find_worst(result: TrialResult, metric: Metric) -> float | None:
+def _find_worst(result: TrialResult, metric: MetricInfo) -> float | None:
     values = [_get_value(result, tier, metric) for tier in result.tiers]
     known = [value for value in values if value is not None]
-    return (min if metric.higher_is_better else max)(known, default=None)
+    return metric.choose_worst(known) if known else None
 
 
-def summarize_tiers(point: Evaluation, result: TrialResult, metric: Metric) -> float | None:
+def summarize_tiers(point: Evaluation, result: TrialResult, metric: MetricInfo) -> float | None:
     """The mean over tiers that get a model, at an evaluation."""
     sizes = [f"{tier.size:g}" for tier in result.tiers if tier.size is not None]
-    values = [metric.get(point.scores[size]) for size in sizes if size in point.scores]
+    values = [get_score(metric, point.scores[size]) for size in sizes if size in point.scores]
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
 def _estimate_at(
-    one: VariantResults, metric: Metric, resource: str, limit: float
+    one: VariantResults, metric: MetricInfo, resource: str, limit: float
 ) -> Estimate | None:
     """The mean at the last evaluation within a limit."""
     values: list[float | None] = []
@@ -268,7 +269,7 @@ def _estimate_at(
     return Estimate.of(values)
 
 
-def _find_first(result: TrialResult, metric: Metric, target: float | None) -> Evaluation | None:
+def _find_first(result: TrialResult, metric: MetricInfo, target: float | None) -> Evaluation | None:
     """The first evaluation that reached the target; None: none has."""
     for point in result.curve if target is not None else ():
         value = summarize_tiers(point, result, metric)
@@ -285,7 +286,7 @@ def _average_reached(
     return fmean(known) if len(known) == len(points) else None
 
 
-def _compare(best: VariantResults, other: VariantResults, metric: Metric) -> PairedTest:
+def _compare(best: VariantResults, other: VariantResults, metric: MetricInfo) -> PairedTest:
     """The best against another, on the seeds and tiers that both have; positive: best is better."""
     pairs = [(one, two) for one in best.results for two in other.results if one.seed == two.seed]
     by_seed, by_example = [], []
@@ -324,7 +325,7 @@ def _get_differences(
     return mean
 
 
-def flatten_row(row: Row, metric: Metric) -> dict[str, Any]:
+def flatten_row(row: Row, metric: MetricInfo) -> dict[str, Any]:
     """The row as plain values with one name each, as data frames and CSV files take them."""
     flat: dict[str, Any] = {"variant": row.variant, "method": row.method}
     flat |= {"seeds": len(row.seeds), "rounds": row.rounds}

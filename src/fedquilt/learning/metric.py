@@ -27,6 +27,16 @@ class MetricInfo:
     higher_is_better: bool = True
     is_fraction: bool = False
 
+    @property
+    def label(self) -> str:
+        """The name as people read it."""
+        return self.name.replace("_", " ")
+
+    @property
+    def sign(self) -> int:
+        """1 if higher is better, else -1."""
+        return 1 if self.higher_is_better else -1
+
     def is_better(self, value: float, than: float) -> bool:
         """Whether one value is better than another.
 
