@@ -160,7 +160,7 @@ class Case:
         """The same case in another process, which knows nothing of this one."""
         return replace(self, setup=self.method.prepare_model(self.given), answers={})
 
-    def engine(self, workers: int = 0, folder: Path | None = None) -> LocalEngine:
+    def engine(self, workers: int = 0, folder: Path | None = None, **more: Any) -> LocalEngine:
         setup = self.setup
         return LocalEngine(
             setup.model,
@@ -169,6 +169,7 @@ class Case:
             workers=workers,
             folder=folder,
             task=setup.task,
+            **more,
         )
 
     def start(self) -> State:

@@ -40,8 +40,7 @@ EVERY = {**METHODS, **SCALED}
 NORMS = ("batch", "group", "layer", "none")
 SAMPLED = ("adds",)  # channels that are normalised together cannot be left out one by one
 DUAL = ("fedavg-oat", "splitmix robust")  # which have two kinds of batch normalisation
-STACKED = ("splitmix together",)  # PyTorch cannot normalise groups of a stack of such nets
-WITHOUT = {"group": (*SAMPLED, *DUAL, *STACKED), "layer": (*SAMPLED, *DUAL), "none": DUAL}
+WITHOUT = {"group": (*SAMPLED, *DUAL), "layer": (*SAMPLED, *DUAL), "none": DUAL}
 
 
 class Net(nn.Module):

@@ -24,10 +24,10 @@ from fedquilt.training.context import ClientContext
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.loop import iterate_batches
 from fedquilt.training.objectives import PlainLoss
-from fedquilt.training.optimizer_settings import is_elementwise
 from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import make_optimizer
 from fedquilt.training.settings import LocalTraining, LoopSettings
+from fedquilt.training.stack.program import find_program
 from fedquilt.training.torch_optimizers import KNOWN, OPTIMIZERS, REFUSED, TorchOptimizer
 from fedquilt.training.trainer import make_trainer
 
@@ -244,18 +244,16 @@ def test_nets_in_one_pass_learn_with_every_optimizer_what_each_would_alone(name)
         for weight in net.parameters():
             weight.data.mul_(2.0**number)
     both = []
-    for stacked in (True, False):
+    for program in (find_program(nets[0], lambda: (torch.rand(3, 1, 5, 5),)), None):
         copies = copy.deepcopy(nets)
         optimizer = settings.optimizer_at(settings.lr, num_examples=6)
-        trainer = make_trainer(copies, optimizer, PlainLoss(), stacked=stacked)
+        trainer = make_trainer(copies, optimizer, PlainLoss(), program=program)
         generator = torch.Generator().manual_seed(1)
         for _ in range(4):
             x = torch.randn(3, 1, 5, 5, generator=generator)
             trainer.step((x, torch.tensor([0, 3, 1])), generator)
         trainer.finish()
         both.append([net.state_dict() for net in copies])
-        is_stacked = type(trainer).__name__ == "_StackedTrainer"
-        assert is_stacked == (stacked and is_elementwise(optimizer))
     torch.testing.assert_close(both[0], both[1], rtol=2e-3, atol=2e-5)
 
 

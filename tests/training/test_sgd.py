@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedquilt.errors import ConfigError
-from fedquilt.training.attack import PGD
 from fedquilt.training.client_loss import ClientLoss
-from fedquilt.training.objectives import Adversarial, PlainLoss
+from fedquilt.training.objectives import PlainLoss
 from fedquilt.training.optimizer_settings import SGDSettings
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.sgd import SGDStep
-from fedquilt.training.trainer import make_trainer, should_stack
+from fedquilt.training.stack.program import find_program
+from fedquilt.training.stack.trial import should_stack
+from fedquilt.training.trainer import make_trainer
 
 
 def test_the_learning_rate_falls_at_each_milestone():
@@ -112,8 +113,9 @@ def nets(count: int, make=Net) -> list[nn.Module]:
 
 
 def trained(modules, settings, *, stacked: bool, steps: int = 4) -> tuple[list[nn.Module], list]:
+    program = find_program(modules[0], lambda: (torch.rand(6, 1, 5, 5),)) if stacked else None
     trainer = make_trainer(
-        modules, settings, PlainLoss(), ClientLoss(labels=(0, 2)), stacked=stacked
+        modules, settings, PlainLoss(), ClientLoss(labels=(0, 2)), program=program
     )
     generator = torch.Generator().manual_seed(9)
     losses = []
@@ -166,19 +168,6 @@ def test_nets_with_a_module_of_two_names_learn_in_one_pass_too():
             torch.testing.assert_close(tensor, other.state_dict()[name], rtol=2e-4, atol=2e-5)
 
 
-def test_each_net_is_clipped_by_its_own_gradient():
-    """By hand: a stack of two nets with one weight each, gradients 3 and 0.5, clipped to 1."""
-    weights = torch.zeros(2, 1, requires_grad=True)
-    settings = SGDSettings(lr=1.0, max_grad_norm=1.0)
-    SGDStep([weights], settings, nets=2).apply_gradients([torch.tensor([[3.0], [0.5]])])
-    torch.testing.assert_close(weights.detach(), torch.tensor([[-1.0], [-0.5]]))
-    several = [torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)]
-    gradients = [torch.tensor([[3.0, 0.0], [0.0, 0.3]]), torch.tensor([4.0, 0.4])]
-    SGDStep(several, settings, nets=2).apply_gradients(gradients)
-    torch.testing.assert_close(several[0].detach(), torch.tensor([[-0.6, 0.0], [0.0, -0.3]]))
-    torch.testing.assert_close(several[1].detach(), torch.tensor([-0.8, -0.4]))
-
-
 @pytest.mark.parametrize("stacked", [False, True])
 def test_frozen_weights_stay_as_they_are(stacked):
     modules = nets(2)
@@ -190,24 +179,6 @@ def test_frozen_weights_stay_as_they_are(stacked):
         assert module.conv.weight.equal(old)
         assert module.out.weight.requires_grad
         assert not module.conv.weight.requires_grad
-
-
-def test_an_objective_of_another_kind_is_never_stacked():
-    """An attack asks a net again and again; that is written for one net."""
-    objective = Adversarial(PGD(epsilon=0.1, steps=1, random_start=False))
-    found = []
-    for stacked in (True, False):
-        modules = nets(2)
-        trainer = make_trainer(modules, SETTINGS["plain"], objective, stacked=stacked)
-        x, y = (
-            torch.rand(4, 1, 5, 5, generator=torch.Generator().manual_seed(0)),
-            torch.arange(4) % 3,
-        )
-        trainer.step((x, y), torch.Generator())
-        trainer.finish()
-        found.append(modules)
-    for one, other in zip(*found, strict=True):
-        assert all(t.equal(other.state_dict()[n]) for n, t in one.state_dict().items())
 
 
 class Asking(Net):
@@ -224,7 +195,7 @@ class Reading(Net):
 
 
 class Attentive(nn.Module):
-    """PyTorch warns that attention is slow on a stack; that is what the trial is for."""
+    """Has a layer that no stack knows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +207,7 @@ class Attentive(nn.Module):
         return self.out(self.attention(x, x, x, need_weights=False)[0].mean(1))
 
 
-@pytest.mark.parametrize("make", [Asking, Reading])
+@pytest.mark.parametrize("make", [Asking, Reading, Attentive])
 def test_a_model_that_cannot_be_stacked_is_not_quicker_together(make):
     assert should_stack(make(), torch.zeros(2, 1, 5, 5), 3, 4) is False
 
@@ -254,18 +225,3 @@ def test_a_trial_leaves_the_model_and_all_draws_alone(make):
     assert following.equal(torch.rand(()))
     assert all(t.equal(before[n]) for n, t in model.state_dict().items())
     assert model.training == mode
-
-
-class Slow(nn.Module):
-    """One small product after another: on a stack each is one call instead of many."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-def test_many_small_nets_are_quicker_together():
-    assert should_stack(Slow(), torch.zeros(1, 4), 16, 4)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
-from fedquilt.engines.counting import MacCounts, describe_work
+from fedquilt.engines.client_work import describe_work
+from fedquilt.engines.counting import MacCounts
 from fedquilt.evaluation.clients import ClientRecord
 from fedquilt.federation.client import EVERYONE, Client
 from fedquilt.federation.state import Setup

@@ -26,6 +26,7 @@ from fedquilt.user_code import is_function_path
 # how a run is carried out, which does not change its result; data are known by their contents
 WITHOUT_INFLUENCE = (
     "run.workers",
+    "run.clients_per_pass",  # trials train each client by itself
     "run.heartbeat",
     "run.deadline",
     "run.checkpoint_every",

@@ -70,6 +70,11 @@ def train_over_grid(
     """Trains over the nodes of a grid, with these settings; see ``make_server_app``."""
     if config.flower.out is None:
         raise ConfigError("a run on Flower needs a directory for its results; set flower.out")
+    if config.run.clients_per_pass != 1:
+        raise ConfigError(
+            "on Flower each client trains at its own node, got run.clients_per_pass = "
+            f"{config.run.clients_per_pass!r}; leave it out"
+        )
     folder = Path(config.flower.out)
     is_resumed = config.flower.resume
     config = _restore_config(config, folder) if is_resumed else _ensure_run_name(config)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedquilt.devices import (
@@ -20,6 +24,9 @@ from fedquilt.devices import (
 from fedquilt.engines.client_state import is_finite_state
 from fedquilt.errors import DeviceMemoryError
 from fedquilt.federation.client import ClientResult, Task
+from fedquilt.structure.cut import compute_shapes
+from fedquilt.structure.structure import Structure
+from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
 
 MIN_REPORT_SECONDS = 0.25  # of work between two reports of progress
@@ -66,17 +73,86 @@ def run_task(
             ) from None
 
 
+def run_stack(
+    tasks: Sequence[Task],
+    context: ClientContext,
+    client_states: Sequence[Mapping[str, Tensor] | None],
+    on_progress: Callable[[int, float], None] | None = None,
+) -> list[ClientResult | Exception]:
+    """Does the work of several clients in one pass; each result, or why a client has none.
+
+    If that fails, each client works by itself, so that only those fail that would fail alone.
+
+    Args:
+        tasks: The work, with one recipe and subnets of one shape.
+        context: What the worker has for all of its clients.
+        client_states: What each client has kept from earlier rounds, if anything.
+        on_progress: Hears a few times a second which part of a client's work is done.
+    """
+    hear = on_progress or (lambda client, done: None)
+    heard = [partial(hear, task.client) for task in tasks]
+    if len(tasks) > 1:
+        try:
+            return _run_in_one_pass(tasks, context, client_states, heard)
+        except Exception as problem:
+            if is_out_of_memory(problem):
+                context.release_memory()
+    results: list[ClientResult | Exception] = []
+    for task, state, report in zip(tasks, client_states, heard, strict=True):
+        try:
+            results.append(run_task(task, context, state, report))
+        except Exception as problem:
+            results.append(problem)
+    return results
+
+
+def _run_in_one_pass(
+    tasks: Sequence[Task],
+    context: ClientContext,
+    client_states: Sequence[Mapping[str, Tensor] | None],
+    on_progress: Sequence[Callable[[float], None]],
+) -> list[ClientResult | Exception]:
+    with (
+        ExitStack() as stack,
+        on_device(context.device),
+        reproducible_kernels(context.device),
+    ):
+        reports = [stack.enter_context(_ProgressThrottle(report)) for report in on_progress]
+        work = [
+            _prepare(task, context, state, report)
+            for task, state, report in zip(tasks, client_states, reports, strict=True)
+        ]
+        recipe: Any = tasks[0].recipe
+        results = recipe.run_stacked(*map(list, zip(*work, strict=True)))
+        return [r if isinstance(r, Exception) else _finish(r, context) for r in results]
+
+
 def _run_on_device(
     task: Task,
     context: ClientContext,
     client_state: Mapping[str, Tensor] | None,
     on_progress: Callable[[float], None],
 ) -> ClientResult:
+    task, client = _prepare(task, context, client_state, on_progress)
+    return _finish(task.recipe.run(task, client), context)
+
+
+def _prepare(
+    task: Task,
+    context: ClientContext,
+    client_state: Mapping[str, Tensor] | None,
+    on_progress: Callable[[float], None],
+) -> tuple[Task, ClientContext]:
+    """The task with its tensors on the device, and the client's context."""
     if is_accelerator(context.device):
         task = replace(task, params=context.to_device(task.params))
         if client_state is not None:
             client_state = {n: t.to(context.device) for n, t in client_state.items()}
-    result = task.recipe.run(task, context.for_client(client_state, on_progress))
+    return task, context.for_client(client_state, on_progress)
+
+
+def _finish(result: ClientResult, context: ClientContext) -> ClientResult:
+    """The result on the host, without a state that is not finite."""
     if result.state is not None and not is_finite_state(result.state, context.model):
         result = replace(result, state=None)
     return result.to_host() if is_accelerator(context.device) else result
@@ -112,3 +188,12 @@ def describe_exception(problem: BaseException) -> str:
     """An exception in one line: its kind, its message, and where it was raised."""
     where = traceback.extract_tb(problem.__traceback__)[-1]
     return f"{type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})"
+
+
+def describe_work(structure: Structure, subnets: Sequence[Subnet]) -> str:
+    """A kind of work: the number of values in each subnet that a client received."""
+    sizes = (
+        sum(torch.Size(shape).numel() for shape in compute_shapes(structure, subnet).values())
+        for subnet in subnets
+    )
+    return "+".join(map(str, sizes))

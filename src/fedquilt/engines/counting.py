@@ -16,15 +16,12 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from fedquilt.devices import fork_generators
-from fedquilt.engines.client_work import run_task
+from fedquilt.engines.client_work import describe_work, run_task
 from fedquilt.engines.engine import OnProgress
 from fedquilt.engines.local import LocalEngine
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.federation.threads import single_thread
-from fedquilt.structure.cut import compute_shapes
 from fedquilt.structure.dispatch import Interceptor, unfused_kernels
-from fedquilt.structure.structure import Structure
-from fedquilt.structure.subnet import Subnet
 from fedquilt.training.evaluate import Evaluate
 
 
@@ -51,15 +48,6 @@ class MacCounts:
         """The MACs of a kind of work; those of the phase's largest where it was not counted."""
         known = self.counts.get(phase, {})
         return known.get(kind, max(known.values(), default=None))
-
-
-def describe_work(structure: Structure, subnets: Sequence[Subnet]) -> str:
-    """A kind of work: the number of values in each subnet that a client received."""
-    sizes = (
-        sum(torch.Size(shape).numel() for shape in compute_shapes(structure, subnet).values())
-        for subnet in subnets
-    )
-    return "+".join(map(str, sizes))
 
 
 class CountingEngine:

@@ -8,9 +8,11 @@ largest is begun first, so that no worker is left alone with a large one at the 
 from __future__ import annotations
 
 import heapq
+import itertools
 import signal
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from fedquilt.engines.worker import WorkerProblem, WorkReply, WorkRequest
 from fedquilt.federation.client import Failure
@@ -26,10 +28,19 @@ class TaskQueue:
         count: The number of tasks.
         estimate_size: How large a task is.
         num_workers: The number of workers at the start of the round.
+        stacks: Tasks that are done in one pass; the first of them stands for all.
     """
 
-    def __init__(self, count: int, estimate_size: Callable[[int], float], num_workers: int) -> None:
+    def __init__(
+        self,
+        count: int,
+        estimate_size: Callable[[int], float],
+        num_workers: int,
+        stacks: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         self._count, self._estimate_size = count, estimate_size
+        self._stacks = {stack[0]: stack for stack in stacks}
+        self._followers = {number for stack in stacks for number in stack[1:]}
         self._window = TASKS_PER_WORKER * num_workers
         self._num_merged = self._num_entered = 0
         self._waiting: list[tuple[float, int]] = []  # a heap: the largest first
@@ -49,6 +60,10 @@ class TaskQueue:
         """The task to begin now; only if one is waiting."""
         return self._again.popleft() if self._again else heapq.heappop(self._waiting)[1]
 
+    def find_stack(self, number: int) -> tuple[int, ...]:
+        """All tasks that are done in one pass with a task that was taken; itself, if none is."""
+        return self._stacks.get(number, (number,))
+
     def put_back(self, numbers: Iterable[int]) -> None:
         """Lets tasks be begun again, in this order and before all others."""
         self._again.extendleft(reversed(list(numbers)))
@@ -58,8 +73,15 @@ class TaskQueue:
         if number in self._alone:
             return False
         self._alone.add(number)
-        self.put_back([number])
+        self.take_out(number)
         return True
+
+    def take_out(self, number: int) -> None:
+        """Lets a task be begun again, by itself and before all others."""
+        if number in self.requests:
+            self.requests[number] = replace(self.requests[number], stack=())
+        self._stacks.pop(number, None)
+        self.put_back([number])
 
     def has_result(self, number: int) -> bool:
         """Whether the result of a task has come."""
@@ -80,21 +102,49 @@ class TaskQueue:
     ) -> None:
         """Puts back the requests of a worker that died or hung.
 
-        The first, on which it worked, fails if it was tried too often, or if it was late.
+        The first, on which it worked, fails if it was tried too often, or if it was late. Clients
+        of one pass are then tried once more, each alone.
         """
-        for position, request in enumerate(requests):
-            self._tries[request.number] += position == 0
+        for position, requests_of_pass in enumerate(self._divide(requests)):
+            first = requests_of_pass[0]
+            self._tries[first.number] += position == 0
             is_late = position == 0 and problem is not None and problem.is_late
-            if self._tries[request.number] < MAX_TRIES and not is_late:
-                self.put_back([request.number])
+            if self._tries[first.number] < MAX_TRIES and not is_late:
+                self.put_back_requests(requests_of_pass)
+            elif first.stack:
+                self._split(requests_of_pass)
             else:
                 reason = _describe_exit(code) if problem is None else problem.reason
-                self.add_result(request.number, Failure(request.client, reason))
+                self.add_result(first.number, Failure(first.client, reason))
+
+    def put_back_requests(self, requests: Iterable[WorkRequest]) -> None:
+        """Lets what a worker has not answered be begun again; in one pass if it was so."""
+        for same in reversed(self._divide(requests)):
+            if len(same) == max(len(same[0].stack), 1):
+                self.put_back([same[0].number])
+            else:  # others of the pass were answered
+                self._split(same)
+
+    def _split(self, requests: Sequence[WorkRequest]) -> None:
+        """Lets tasks of one pass be begun again, each alone and once."""
+        self._stacks.pop(requests[0].stack[0], None)
+        for request in requests:
+            self.requests[request.number] = replace(request, stack=())
+            self._tries[request.number] = MAX_TRIES - 1
+        self.put_back([request.number for request in requests])
+
+    @staticmethod
+    def _divide(requests: Iterable[WorkRequest]) -> list[list[WorkRequest]]:
+        """Requests by the pass that they are done in, in their order."""
+        passes = itertools.groupby(requests, key=lambda request: request.stack or request.number)
+        return [list(same) for _, same in passes]
 
     def _move_window(self) -> None:
         while self._num_entered < min(self._num_merged + self._window, self._count):
             number = self._num_entered
-            heapq.heappush(self._waiting, (-self._estimate_size(number), number))
+            if number not in self._followers:
+                size = sum(map(self._estimate_size, self.find_stack(number)))
+                heapq.heappush(self._waiting, (-size, number))
             self._num_entered += 1
 
 

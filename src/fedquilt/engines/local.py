@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing import connection
 from pathlib import Path
 
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 from fedquilt.data import ClientData
 from fedquilt.devices import CPU
 from fedquilt.engines.client_state import ClientStateStore, read_client_state, write_client_state
-from fedquilt.engines.client_work import describe_exception, run_task
+from fedquilt.engines.client_work import describe_exception, run_stack
 from fedquilt.engines.dispatch import TaskQueue
 from fedquilt.engines.engine import OnProgress, ignore_progress
 from fedquilt.engines.processes import ProcessInput
 from fedquilt.engines.scratch import ScratchDirectory
+from fedquilt.engines.stacks import ClientsPerPass, PassSizes, plan_stacks
 from fedquilt.engines.worker import (
     Timeouts,
     Worker,
@@ -34,7 +36,7 @@ from fedquilt.engines.worker import (
 )
 from fedquilt.errors import DeviceMemoryError
 from fedquilt.federation import flat_tensors
-from fedquilt.federation.client import Failure, Task, Update
+from fedquilt.federation.client import ClientResult, Failure, Task, Update
 from fedquilt.federation.threads import single_thread
 from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.structure import Structure
@@ -58,6 +60,9 @@ class LocalEngine:
         timeouts: When a worker process counts as hung or late.
         devices: Where clients train.
         task: What is learned: the loss and the metrics.
+        clients_per_pass: How many clients with subnets of one shape a process trains in one pass;
+            ``"auto"``: a short trial decides for each size of subnets. Or the ``passes.json`` of
+            another run.
 
     >>> import torch, fedquilt as fq
     >>> inputs, labels = torch.rand(12, 4), torch.arange(12) % 3
@@ -83,7 +88,9 @@ class LocalEngine:
         timeouts: Timeouts | None = None,
         devices: Sequence[torch.device] = (CPU,),
         task: LearningTask = CLASSIFICATION,
+        clients_per_pass: ClientsPerPass = 1,
     ) -> None:
+        self.pass_sizes = PassSizes(clients_per_pass)
         self._scratch = ScratchDirectory(Path(tempfile.gettempdir()))
         secrets = self._scratch.folder / "secrets"
         contexts: Sequence[ClientContext] = [
@@ -115,11 +122,24 @@ class LocalEngine:
         self, tasks: Sequence[Task], *, enough: int | None = None
     ) -> Iterator[Update | Failure]:
         """Does all tasks; yields their results in order."""
+        structure = self._context.structure
+        stacks = plan_stacks(tasks, structure, self.pass_sizes, self._run_in_passes)
+        yield from self._run_in_passes(tasks, stacks)
+
+    def _run_in_passes(
+        self, tasks: Sequence[Task], stacks: Sequence[tuple[int, ...]] = ()
+    ) -> Iterator[Update | Failure]:
         if self._workers:
             with single_thread():  # the cores are for the workers
-                yield from self._run_in_workers(tasks)
-        else:
-            yield from (self._run_here(task) for task in tasks)
+                yield from self._run_in_workers(tasks, stacks)
+            return
+        by_first = {stack[0]: stack for stack in stacks}
+        results: dict[int, Update | Failure] = {}
+        for number in range(len(tasks)):
+            if number not in results:
+                stack = by_first.get(number, (number,))
+                results |= zip(stack, self._run_here([tasks[i] for i in stack]), strict=True)
+            yield results.pop(number)
 
     @property
     def context(self) -> ClientContext:
@@ -156,32 +176,46 @@ class LocalEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run_here(self, task: Task) -> Update | Failure:
-        def on_progress(done: float) -> None:
+    def _run_here(self, tasks: Sequence[Task]) -> list[Update | Failure]:
+        """Does tasks in one pass, in this process."""
+
+        def on_progress(client: int, done: float) -> None:
             try:
-                self.on_progress(task.client, done)
+                self.on_progress(client, done)
             except Exception as problem:
                 raise _CallbackError(problem) from problem
 
         with single_thread():
             try:
-                before = read_client_state(self._states.current_path(task.client))
-                result = run_task(task, self._context, before, on_progress)
-                if result.state is not None:
-                    write_client_state(self._states.next_path(task.client), result.state)
-            except DeviceMemoryError as problem:
-                return Failure(task.client, str(problem))
+                paths = [self._states.current_path(task.client) for task in tasks]
+                before = [read_client_state(path) for path in paths]
+                results = run_stack(tasks, self._context, before, on_progress)
             except Exception as problem:
-                return Failure(task.client, describe_exception(problem))
+                results = [problem] * len(tasks)
             except _CallbackError as error:
                 raise error.problem from None
+            return [self._take(t, result) for t, result in zip(tasks, results, strict=True)]
+
+    def _take(self, task: Task, result: ClientResult | Exception) -> Update | Failure:
+        """The update of a result, whose state is stored."""
+        try:
+            if isinstance(result, Exception):
+                raise result
+            if result.state is not None:
+                write_client_state(self._states.next_path(task.client), result.state)
+        except DeviceMemoryError as problem:
+            return Failure(task.client, str(problem))
+        except Exception as problem:
+            return Failure(task.client, describe_exception(problem))
         if result.state is not None:
             self._states.advance(task.client)
         return result.update
 
-    def _run_in_workers(self, tasks: Sequence[Task]) -> Iterator[Update | Failure]:
+    def _run_in_workers(
+        self, tasks: Sequence[Task], stacks: Sequence[tuple[int, ...]]
+    ) -> Iterator[Update | Failure]:
         estimate = _SizeEstimate(tasks, self._context.structure)
-        queue = TaskQueue(len(tasks), estimate, len(self._workers))
+        queue = TaskQueue(len(tasks), estimate, len(self._workers), stacks)
         with _ParamFiles(tasks, self._memory, self._scratch) as files:
             try:
                 for number, task in enumerate(tasks):
@@ -213,13 +247,15 @@ class LocalEngine:
         for ahead in (1, 2) if queue.num_waiting else ():
             for worker in self._workers:
                 many = queue.num_waiting > 2 * len(self._workers)
-                if queue.num_waiting and len(worker.requests) < ahead and (ahead == 1 or many):
-                    number = queue.take_next()
-                    if number not in queue.requests:
-                        task = tasks[number]
-                        request = self._make_request(number, task, files.get_path(task))
-                        queue.requests[number] = request
-                    worker.send(queue.requests[number])
+                if queue.num_waiting and worker.num_passes < ahead and (ahead == 1 or many):
+                    stack = queue.find_stack(queue.take_next())
+                    for number in stack:
+                        if number not in queue.requests:
+                            task = tasks[number]
+                            request = self._make_request(number, task, files.get_path(task))
+                            request = replace(request, stack=stack if len(stack) > 1 else ())
+                            queue.requests[number] = request
+                    worker.send(*(queue.requests[number] for number in stack))
 
     def _await_messages(self, queue: TaskQueue) -> None:
         """Waits until a worker sends a message, dies, or hangs."""
@@ -251,7 +287,8 @@ class LocalEngine:
         if sum(other.context.device == device for other in self._workers) > 1:
             worker.terminate()
             self._workers = [other for other in self._workers if other is not worker]
-            queue.put_back([number, *(request.number for request in worker.requests)])
+            queue.put_back_requests(worker.requests)
+            queue.take_out(number)
             return True
         return queue.put_back_alone(number)  # others may have been there when it failed
 

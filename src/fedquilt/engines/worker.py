@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe, parent_process
 from multiprocessing.connection import Connection
@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fedquilt.engines.client_state import read_client_state, write_client_state
-from fedquilt.engines.client_work import describe_exception, run_task
+from fedquilt.engines.client_work import describe_exception, run_stack
 from fedquilt.engines.processes import (
     ForkedInput,
     ProcessInput,
@@ -40,7 +40,7 @@ from fedquilt.engines.processes import (
 )
 from fedquilt.errors import ConfigError, DeviceMemoryError
 from fedquilt.federation import flat_tensors
-from fedquilt.federation.client import Recipe, Task
+from fedquilt.federation.client import ClientResult, Recipe, Task
 from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
@@ -83,6 +83,7 @@ class WorkRequest:
     state: Path | None
     next_state: Path
     update: Path
+    stack: tuple[int, ...] = ()  # the numbers of all requests that are done in one pass with it
 
     @property
     def files(self) -> tuple[Path, Path, Path]:
@@ -152,14 +153,22 @@ class Worker:
         """Becomes ready when the process ends."""
         return self._process.sentinel
 
-    def send(self, request: WorkRequest) -> None:
-        """Sends a request; a worker that has just died is noticed when its replies are awaited."""
+    @property
+    def num_passes(self) -> int:
+        """How many times it has to work for its requests."""
+        return len({request.stack or request.number for request in self.requests})
+
+    def send(self, *requests: WorkRequest) -> None:
+        """Sends a request, or several that are done in one pass.
+
+        A worker that has just died is noticed when its replies are awaited.
+        """
         if not self.requests:
             self._silent = self._spent = 0.0
-        self.requests.append(request)
-        data = encode_message(request, self._method)
+        self.requests.extend(requests)
+        data = encode_message(requests, self._method)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            _send(self.pipe, data, request.update.with_suffix(REQUEST))
+            _send(self.pipe, data, requests[0].update.with_suffix(REQUEST))
 
     def receive(self) -> WorkReply | ProgressMessage | None:
         """The next message; None if the process has died."""
@@ -176,7 +185,10 @@ class Worker:
 
     def is_working_on(self, number: int) -> bool:
         """Whether it works on the request of this number."""
-        return bool(self.requests) and self.requests[0].number == number
+        if not self.requests:
+            return False
+        first = self.requests[0]
+        return number == first.number or number in first.stack
 
     def find_problem(self) -> WorkerProblem | None:
         """Why a worker with requests has to be replaced, if it does.
@@ -199,7 +211,8 @@ class Worker:
             return WorkerProblem(
                 f"its worker gave no sign of life for {heartbeat:g} seconds, twice", is_late=False
             )
-        if deadline is not None and self._spent >= deadline:
+        clients = max(1, len(self.requests[0].stack))
+        if deadline is not None and self._spent >= deadline * clients:
             return WorkerProblem(f"its work was not done within {deadline:g} seconds", is_late=True)
         return None
 
@@ -262,16 +275,11 @@ def _run_worker(
     mapped = _MappedParams()
     while True:
         try:
-            request: WorkRequest = _receive(pipe)
+            requests: tuple[WorkRequest, ...] = _receive(pipe)
         except (EOFError, OSError):
             return
-        try:
-            reply = _handle_request(request, context, mapped, pipe)
-        except DeviceMemoryError as problem:
-            reply = WorkReply(request.number, problem=str(problem), is_out_of_memory=True)
-        except Exception as problem:
-            reply = WorkReply(request.number, problem=describe_exception(problem))
-        _reply(pipe, reply, request)
+        for request, reply in _handle_requests(requests, context, mapped, pipe):
+            _reply(pipe, reply, request)
 
 
 def _send_heartbeats(pulse: Path, beat: float) -> None:
@@ -307,25 +315,51 @@ def _receive(pipe: Connection) -> Any:
     return message
 
 
-def _handle_request(
-    request: WorkRequest, context: ClientContext, mapped: _MappedParams, pipe: Connection
-) -> WorkReply:
-    """Does the work of a request; the update's tensors and the new state go into files."""
+def _handle_requests(
+    requests: Sequence[WorkRequest],
+    context: ClientContext,
+    mapped: _MappedParams,
+    pipe: Connection,
+) -> Iterator[tuple[WorkRequest, WorkReply]]:
+    """Does the work of requests in one pass; tensors of updates and new states go into files."""
+    by_client = {request.client: request for request in requests}
 
-    def on_progress(done: float) -> None:
+    def on_progress(client: int, done: float) -> None:
+        request = by_client[client]
         _reply(pipe, ProgressMessage(request.number, done), request)
 
+    try:
+        tasks = [_read_task(request, mapped) for request in requests]
+        states = [read_client_state(request.state) for request in requests]
+        results = run_stack(tasks, context, states, on_progress)
+    except Exception as problem:  # a file cannot be read
+        results = [problem] * len(requests)
+    for request, result in zip(requests, results, strict=True):
+        yield request, _make_reply(request, result)
+
+
+def _read_task(request: WorkRequest, mapped: _MappedParams) -> Task:
     params = mapped.read(request.params)
-    task = Task(request.client, request.subnets, params, request.recipe, request.seed)
-    result = run_task(task, context, read_client_state(request.state), on_progress)
+    return Task(request.client, request.subnets, params, request.recipe, request.seed)
+
+
+def _make_reply(request: WorkRequest, result: ClientResult | Exception) -> WorkReply:
+    """The reply; the update's tensors and the new state are in files afterwards."""
+    if isinstance(result, DeviceMemoryError):
+        return WorkReply(request.number, problem=str(result), is_out_of_memory=True)
+    if isinstance(result, Exception):
+        return WorkReply(request.number, problem=describe_exception(result))
     update, state = result.update, result.state
-    slots = (
-        flat_tensors.write_flat(request.update, flat_tensors.join_parts(update.params))
-        if update.params
-        else ()
-    )
-    if state is not None:
-        write_client_state(request.next_state, state)
+    try:
+        slots = (
+            flat_tensors.write_flat(request.update, flat_tensors.join_parts(update.params))
+            if update.params
+            else ()
+        )
+        if state is not None:
+            write_client_state(request.next_state, state)
+    except Exception as problem:
+        return WorkReply(request.number, problem=describe_exception(problem))
     return WorkReply(
         request.number, update.subnets, update.weight, update.metrics, slots, state is not None
     )

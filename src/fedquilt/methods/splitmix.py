@@ -45,9 +45,9 @@ from fedquilt.training.initialization import reinitialize_copy, rescale_initial
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.objectives import Adversarial, Objective, PlainLoss
 from fedquilt.training.settings import LocalTraining
+from fedquilt.training.stack.trial import should_stack
 from fedquilt.training.statistics import QueryStatistics
 from fedquilt.training.tracking import without_running_stats
-from fedquilt.training.trainer import should_stack
 
 BNStatistics = Literal["batch", "post", "tracked", "local"]
 
@@ -255,8 +255,14 @@ class SplitMix(BaseMethod):
         if self.stacked is not None or self.robust or self.num_bases == 1:
             return bool(self.stacked) and not self.robust
         model = setup.model if self.tracks_statistics else without_running_stats(setup.model)
-        batch_size, count = self.local_training.batch_size, self.num_bases
-        return should_stack(model, setup.example, count, batch_size, setup.task.loss)
+        return should_stack(
+            model,
+            setup.example,
+            self.num_bases,
+            self.local_training.batch_size,
+            setup.task.loss,
+            channels_last=setup.structure.channels_last,
+        )
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
         """Algorithm 1, lines 4 to 6: sample base models for each client, and what it does."""

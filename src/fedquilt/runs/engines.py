@@ -12,6 +12,7 @@ from fedquilt.data.population import Population
 from fedquilt.devices import find_devices, is_accelerator
 from fedquilt.engines.engine import Engine
 from fedquilt.engines.local import LocalEngine
+from fedquilt.engines.stacks import ClientsPerPass, PassSizes
 from fedquilt.engines.worker import Timeouts
 from fedquilt.errors import ConfigError
 from fedquilt.federation.state import Setup
@@ -21,7 +22,10 @@ EngineFactory = Callable[[Setup, Population, Path | None], Engine]  # the path i
 
 
 def make_local_engine(
-    workers: int | None, timeouts: Timeouts | None = None, device: str = "cpu"
+    workers: int | None,
+    timeouts: Timeouts | None = None,
+    device: str = "cpu",
+    clients_per_pass: ClientsPerPass = 1,
 ) -> Callable[[Setup, Population, Path | None], LocalEngine]:
     """A factory of engines on this machine.
 
@@ -30,8 +34,10 @@ def make_local_engine(
             one accelerator this process, with several one for each.
         timeouts: When a worker process counts as hung or late.
         device: The devices that clients train on, as ``find_devices`` takes them.
+        clients_per_pass: How many clients a process trains at once, as ``LocalEngine`` takes it.
     """
     check_value("workers", workers, Number | None)
+    PassSizes(clients_per_pass)  # a wrong number is refused at once
     devices = find_devices(device)
     if workers == 0 and len(devices) > 1:
         raise ConfigError(
@@ -50,6 +56,7 @@ def make_local_engine(
             timeouts=timeouts,
             devices=devices,
             task=setup.task,
+            clients_per_pass=clients_per_pass,
         )
 
     return make

@@ -18,6 +18,7 @@ from fedquilt.runs.events import (
     EnvironmentChanged,
     Evaluated,
     Event,
+    PassSizeChosen,
     ProblemFound,
     RoundDone,
     RoundRepeated,
@@ -81,6 +82,9 @@ def describe_event(event: Event, num_rounds: int) -> str:
             return _join_facts(f"round {event.round}/{num_rounds}", describe_finding(finding))
         case CheckpointDamaged():
             return f"{event.problem}; resuming from the checkpoint of round {event.round}"
+        case PassSizeChosen():
+            how = "one by one" if event.clients == 1 else f"{event.clients} in one pass"
+            return f"clients with {event.size} values train {how}: {event.reason}"
         case WaitingForLock():
             return (
                 f"another process is training in {event.folder}; waiting up to {event.seconds:g} s"

@@ -286,6 +286,21 @@ class EnvironmentChanged:
 
 
 @dataclass(frozen=True)
+class PassSizeChosen:
+    """It was chosen how many clients with subnets of one size train in one pass.
+
+    Args:
+        size: The number of values in such a subnet.
+        clients: The most clients in one pass; 1: each trains alone.
+        reason: Why.
+    """
+
+    size: str
+    clients: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class WaitingForLock:
     """Another process works in the run's directory; this one waits, at most ``seconds``."""
 
@@ -315,6 +330,7 @@ Event = (
     | EnvironmentChanged
     | ProblemFound
     | CheckpointDamaged
+    | PassSizeChosen
     | WaitingForLock
 )
 Callback = Callable[[Event], None]

@@ -48,7 +48,8 @@ from fedquilt.user_code import is_function_path
 def plan_run(config: Config, source: Dataset, out: str | Path) -> RunPlan:
     """The run that settings describe, on this machine; ``source`` is the data that they name."""
     timeouts = Timeouts(config.run.heartbeat, config.run.deadline)
-    engine = make_local_engine(config.run.workers, timeouts, config.run.device)
+    run = config.run
+    engine = make_local_engine(run.workers, timeouts, run.device, run.clients_per_pass)
     model, example = build_model(config), make_example(source)
     structure = build_structure(config, model, example)
     population = build_population(config, source)

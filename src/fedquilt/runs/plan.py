@@ -13,6 +13,8 @@ from fedquilt.customize.bundle import save_bundle
 from fedquilt.customize.info import ModelCall, RunInfo, TaskNames, describe_inputs
 from fedquilt.data.pipeline import find_normalization, name_transforms
 from fedquilt.data.population import Population
+from fedquilt.engines.engine import Engine
+from fedquilt.engines.stacks import PassSize, PassSizes
 from fedquilt.errors import CheckpointError, ConfigError
 from fedquilt.evaluation.scores import Scores
 from fedquilt.federation.hostile import Attack
@@ -20,7 +22,7 @@ from fedquilt.federation.privacy import Privacy, make_secret
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.secure.settings import require_cryptography
 from fedquilt.federation.state import Setup, State
-from fedquilt.files import MAX_WAIT
+from fedquilt.files import MAX_WAIT, read_document, write_document
 from fedquilt.learning.task import CLASSIFICATION
 from fedquilt.methods.method import Method
 from fedquilt.models import get_factory_call
@@ -31,6 +33,7 @@ from fedquilt.runs.engines import EngineFactory, make_local_engine
 from fedquilt.runs.event_log import EventLogger
 from fedquilt.runs.events import (
     Callback,
+    PassSizeChosen,
     RunEnded,
     RunStarted,
     WaitingForLock,
@@ -241,6 +244,7 @@ class PreparedRun:
                 directory.write_structure(self.setup.structure)
             states = None if directory is None else directory.clients
             with closing(make_engine(self.setup, plan.population, states)) as engine:
+                self._keep_pass_sizes(engine, notify)
                 loop = TrainingLoop(
                     self.setup,
                     plan.method,
@@ -265,6 +269,24 @@ class PreparedRun:
                     attack=plan.attack,
                 )
                 return replace(self._finish(loop, notify), recorded=recorder.history)
+
+    def _keep_pass_sizes(self, engine: Engine, notify: Callback) -> None:
+        """Stores how many clients train in one pass; a run that goes on has the same choices."""
+        sizes: PassSizes | None = getattr(engine, "pass_sizes", None)
+        if sizes is None:
+            return
+        path = None if self.plan.directory is None else self.plan.directory.passes_file
+        if path is not None and self.is_resumed and path.exists():
+            document = read_document(path)
+            if document.get("clients_per_pass") == sizes.setting:
+                sizes.load(document)
+
+        def keep(kind: str, size: PassSize) -> None:
+            notify(PassSizeChosen(kind, size.clients, size.reason))
+            if path is not None:
+                write_document(path, sizes.describe())
+
+        sizes.on_change = keep
 
     def _find_secret(self) -> bytes:
         """The secret of a private run: a new one, or that of the run which goes on."""

@@ -52,6 +52,7 @@ def train(
     seed: int = 0,
     workers: int | None = None,
     device: str = "cpu",
+    clients_per_pass: int | str = 1,
     out: str | Path | None = None,
     resume: bool = False,
     exclude: tuple[str, ...] = (),
@@ -91,6 +92,9 @@ def train(
             this process, or one for each if there are several.
         device: Where clients train: ``"auto"``, ``"cpu"``, ``"cuda"`` for all GPUs, ``"cuda:1"``
             for one, ``"mps"`` or ``"xpu"``. See docs/devices.md.
+        clients_per_pass: How many clients with subnets of one shape a process trains in one pass:
+            a number, ``"auto"`` for a short trial, or the ``passes.json`` of another run. Results
+            differ by rounding. See docs/speed.md.
         out: A directory in which the run is kept; None: in memory only.
         resume: Whether to go on with the run in ``out``.
         exclude: Modules that are never cut, as ``trace_structure`` takes them.
@@ -127,7 +131,9 @@ def train(
     check_value("seed", seed, Number)
     if resume and out is None:
         raise ConfigError("a run is resumed from its directory, and there is none; give out=...")
-    make_engine = _choose_engine(engine, workers, device)  # a device may not be there
+    make_engine = _choose_engine(
+        engine, workers, device, clients_per_pass
+    )  # a device may not be there
     task = make_task(loss, metrics)
     check_model(model)
     model, example = move_to_host(model), map_tensors(Tensor.cpu, bind_inputs(model, example))
@@ -167,7 +173,9 @@ def train(
     return (resume_run if resume else start_run)(plan).train(callbacks)
 
 
-def _choose_engine(engine: EngineFactory | None, workers: int | None, device: str) -> EngineFactory:
+def _choose_engine(
+    engine: EngineFactory | None, workers: int | None, device: str, clients_per_pass: int | str
+) -> EngineFactory:
     """What makes the engine: as given, or one on this machine."""
     if engine is not None and not callable(engine):
         raise ConfigError(
@@ -179,4 +187,9 @@ def _choose_engine(engine: EngineFactory | None, workers: int | None, device: st
             f"an engine of your own chooses its devices, got device={device!r} as well; leave out "
             "one of them"
         )
-    return engine or make_local_engine(workers, device=device)
+    if engine is not None and clients_per_pass != 1:
+        raise ConfigError(
+            "an engine of your own says itself how many clients train in one pass, got "
+            f"clients_per_pass={clients_per_pass!r} as well; leave out one of them"
+        )
+    return engine or make_local_engine(workers, device=device, clients_per_pass=clients_per_pass)

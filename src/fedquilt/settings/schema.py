@@ -157,13 +157,17 @@ class AggregationSection(Choice):
 
 
 class RunSection(Section):
-    """How a run is carried out. Here only the device changes results, and only by rounding."""
+    """How a run is carried out. Here only the device and clients_per_pass change results, and only
+    by rounding."""
 
     device: str = "cpu"
     """Where clients train: auto, cpu, cuda for all GPUs, cuda:1 for one, mps or xpu."""
     workers: int | None = Field(None, ge=0)
     """Worker processes, on accelerators of each; 0: this process. Left out: one per core; on one
     accelerator this process, on several one each."""
+    clients_per_pass: int | str = 1
+    """Clients with subnets of one shape that a worker trains in one pass: a number, auto for a
+    short trial, or the passes.json of another run."""
     heartbeat: float = Field(60.0, gt=0)
     """Seconds without a sign of life after which a worker is replaced."""
     deadline: float | None = Field(None, gt=0)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from torch import nn
 
 from fedquilt.federation.client import Client, ClientResult, Task, Update
 from fedquilt.federation.validation import ReplySpec, training_metrics
 from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.tensors import to_arguments
 from fedquilt.training.context import ClientContext
 from fedquilt.training.loop import run_epochs
 from fedquilt.training.objectives import Objective, PlainLoss, bind_examples
 from fedquilt.training.optimizer_state import OptimizerMemory
-from fedquilt.training.optimizers import trainable_weights
-from fedquilt.training.scaler import scale_outputs
+from fedquilt.training.optimizers import WeightOptimizer, trainable_weights
+from fedquilt.training.scaler import has_hooked_scale, scale_outputs
 from fedquilt.training.settings import LocalTraining
+from fedquilt.training.stack.layers import UnstackableError
+from fedquilt.training.stack.loop import StackMember, draw_batch, train_members
+from fedquilt.training.stack.nets import NetStack
+from fedquilt.training.stack.program import StackedModel, find_program
+from fedquilt.training.stack.trial import Trial, try_counts
 from fedquilt.training.tokens import Seen, map_tokens_to_groups, record_tokens
 from fedquilt.training.trainer import make_trainer
 
@@ -67,39 +76,84 @@ class LocalSGD:
 
     def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Trains the subnets."""
-        examples = context.examples("train", task.client)
-        modules = [m.train() for m in context.modules(task.subnets, task.params, self.local_params)]
+        job = _Job(self, task, context)
         with ExitStack() as stack:
-            for module in modules if self.scale else ():
+            for module in job.modules if self.scale else ():
                 stack.enter_context(scale_outputs(module, context.structure))
-            seen = [stack.enter_context(record_tokens(m)) for m in modules if self.own_rows]
-            settings = self.local_training
+            seen = [stack.enter_context(record_tokens(m)) for m in job.modules if self.own_rows]
             trainer = make_trainer(
-                modules,
-                settings.optimizer_at(self.lr, len(examples)),
-                bind_examples(self.objective, examples),
-                context.client_loss(self.labels if self.masked else None),
-                stacked=self.stacked and not settings.keep_optimizer,
+                job.modules,
+                job.optimizer_settings,
+                bind_examples(self.objective, job.examples),
+                job.loss,
+                program=job.find_program() if self.stacked else None,
             )
-            memory = OptimizerMemory(context, is_kept=settings.keep_optimizer)
-            nets = zip(trainer.optimizers, modules, task.subnets, strict=not self.stacked)
-            for optimizer, module, subnet in nets:
-                memory.attach(optimizer, ((name, subnet) for name in trainable_weights(module)))
-            loss = run_epochs(
-                examples, trainer.step, settings.loop, task.seed, context.report_progress
-            )
+            memory = job.restore(trainer.optimizers)
+            loops = self.local_training.loop
+            loss = run_epochs(job.examples, trainer.step, loops, task.seed, context.report_progress)
             trainer.finish()
-        own = [self._find_own_rows(context, rows) for rows in seen] or [{}] * len(modules)
-        sent = tuple(map(self._select_sent, task.subnets, own))
-        update = Update(
-            task.client,
-            sent,
-            tuple(map(context.tensors, modules, sent, task.subnets)),
-            self.weight,
-            {"loss": loss, "examples": len(examples)},
-        )
-        state = context.next_client_state(modules, task.subnets, self.local_params)
-        return ClientResult(update, memory.add_to(state))
+        own = [self._find_own_rows(context, rows) for rows in seen]
+        return job.make_result(memory, loss, own)
+
+    def stack_key(self, task: Task) -> str | None:
+        """What must be equal for clients to train in one pass; None: each trains alone.
+
+        A client with several subnets has a pass of its own for them, see ``stacked``.
+        """
+        if self.objective != PlainLoss() or len(task.subnets) != 1:
+            return None
+        return repr(replace(self, labels=(), weight=1.0))
+
+    def run_stacked(
+        self, tasks: Sequence[Task], contexts: Sequence[ClientContext]
+    ) -> list[ClientResult | Exception]:
+        """Trains the subnets of several clients in one pass.
+
+        Results are those of ``run`` but for rounding. What a client's own data raise is in its
+        place of the list.
+
+        Args:
+            tasks: The work of each client, with subnets of one shape and equal ``stack_key``.
+            contexts: The context of each client.
+
+        Raises:
+            UnstackableError: Nets of this kind cannot be trained in one pass.
+        """
+        nets: NetStack | None = None
+        trained: list[tuple[_Job, StackMember, OptimizerMemory]] = []
+        for number, (task, context) in enumerate(zip(tasks, contexts, strict=True)):
+            job = _Job(cast(LocalSGD, task.recipe), task, context)
+            module = job.modules[0]  # the same for all clients, so each is loaded in turn
+            nets = nets or NetStack(job.require_program(), module, len(tasks))
+            memory = job.restore([nets.load(number, module, job.optimizer_settings)])
+            trained.append((job, job.make_member(number), memory))
+        assert nets is not None
+        train_members(nets, [member for _, member, _ in trained])
+        results: list[ClientResult | Exception] = []
+        for job, member, memory in trained:
+            nets.copy_to(member.net, job.modules[0])
+            own = job.recipe._find_own_rows(job.context, {}) if self.own_rows else {}
+            results.append(member.problem or job.make_result(memory, float(member.mean), [own]))
+        return results
+
+    def try_stacking(self, task: Task, context: ClientContext, counts: Sequence[int]) -> Trial:
+        """Times a step of training, alone and with others in one pass; nothing comes of it.
+
+        Args:
+            task: The work of a client.
+            context: The client's context.
+            counts: The numbers of clients in one pass that are tried.
+
+        Raises:
+            UnstackableError: Nets of this kind cannot be trained in one pass.
+        """
+        job = _Job(self, task, context)
+        program, module = job.require_program(), job.modules[0]
+        batch = draw_batch(job.examples, self.local_training.batch_size)
+        with scale_outputs(module, context.structure) if self.scale else nullcontext():
+            return try_counts(
+                module, program, batch, job.loss, job.optimizer_settings, counts=counts
+            )
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be."""
@@ -125,3 +179,69 @@ class LocalSGD:
         for group, rows in own.items():
             sent = sent.restricted_to(group, rows)
         return sent
+
+
+class _Job:
+    """One client's local training: what it starts from, and what comes of it."""
+
+    def __init__(self, recipe: LocalSGD, task: Task, context: ClientContext) -> None:
+        self.recipe, self.task, self.context = recipe, task, context
+        self.examples = context.examples("train", task.client)
+        built = context.modules(task.subnets, task.params, recipe.local_params)
+        self.modules = [module.train() for module in built]
+        self.loss = context.client_loss(recipe.labels if recipe.masked else None)
+        self.optimizer_settings = recipe.local_training.optimizer_at(recipe.lr, len(self.examples))
+
+    def require_program(self) -> StackedModel:
+        """What computes all nets in one pass.
+
+        Raises:
+            UnstackableError: There is none.
+        """
+        recipe, module = self.recipe, self.modules[0]
+        if recipe.objective != PlainLoss() or self.loss.loss.needs_batch:
+            raise UnstackableError("its loss asks the model itself")
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        if recipe.own_rows and any(isinstance(layer, kinds) for layer in module.modules()):
+            raise UnstackableError("each client sends the rows of the tokens that it has read")
+        with ExitStack() as stack:
+            if recipe.scale and not has_hooked_scale(module):
+                stack.enter_context(scale_outputs(module, self.context.structure))
+            return find_program(module, lambda: to_arguments(draw_batch(self.examples)[0]))
+
+    def find_program(self) -> StackedModel | None:
+        """What computes the client's nets in one pass; None if there is nothing."""
+        try:
+            return self.require_program() if len(self.modules) > 1 else None
+        except UnstackableError:
+            return None
+
+    def restore(self, optimizers: Sequence[WeightOptimizer]) -> OptimizerMemory:
+        """Gives optimizers the state of the client's last round, if it is kept."""
+        memory = OptimizerMemory(self.context, is_kept=self.recipe.local_training.keep_optimizer)
+        nets = zip(optimizers, self.modules, self.task.subnets, strict=True)
+        for optimizer, module, subnet in nets:
+            memory.attach(optimizer, ((name, subnet) for name in trainable_weights(module)))
+        return memory
+
+    def make_member(self, number: int) -> StackMember:
+        """The client as one of several in one pass, with the net of this number."""
+        settings, report = self.recipe.local_training.loop, self.context.report_progress
+        return StackMember(number, self.examples, self.loss, settings, self.task.seed, report)
+
+    def make_result(
+        self, memory: OptimizerMemory, loss: float, own_rows: Sequence[Mapping[str, set[int]]]
+    ) -> ClientResult:
+        """What the client sends of its trained modules, and what it keeps."""
+        task, context, recipe = self.task, self.context, self.recipe
+        own_rows = own_rows or [{}] * len(self.modules)
+        sent = tuple(map(recipe._select_sent, task.subnets, own_rows))
+        update = Update(
+            task.client,
+            sent,
+            tuple(map(context.tensors, self.modules, sent, task.subnets)),
+            recipe.weight,
+            {"loss": loss, "examples": len(self.examples)},
+        )
+        state = context.next_client_state(self.modules, task.subnets, recipe.local_params)
+        return ClientResult(update, memory.add_to(state))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,23 +51,80 @@ def run_epochs(
         The mean loss of the examples of the last epoch.
     """
     seed_generators(seed, get_device(examples))
+    mean = MeanLoss(get_device(examples))
+    drawn = draw_batches(
+        examples, settings, seed, rows=rows, before_epoch=before_epoch, before_batch=before_batch
+    )
+    for batch, part in drawn:
+        with autocast(get_device(examples), settings.precision):
+            mean.add(step(batch, part.generator), part)
+        report_progress(part.done)
+    return float(mean)
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """Where a batch is among those of a round.
+
+    Args:
+        size: The number of its examples.
+        epoch: The epoch, from 0 on.
+        done: The part of the work that is done after it.
+        generator: Draws batches, and what else is drawn with them.
+    """
+
+    size: int
+    epoch: int
+    done: float
+    generator: torch.Generator
+
+
+def draw_batches(
+    examples: ClientData,
+    settings: LoopSettings,
+    seed: int,
+    *,
+    rows: Tensor | None = None,
+    before_epoch: Callable[[], None] | None = None,
+    before_batch: Callable[[torch.Generator], None] | None = None,
+) -> Iterator[tuple[Batch, BatchInfo]]:
+    """The batches of a round, each drawn when it is asked for; arguments as in ``run_epochs``."""
     generator = torch.Generator().manual_seed(seed)
     count = len(examples) if rows is None else len(rows)
-    mean = torch.zeros((), device=get_device(examples))
     for epoch in range(settings.epochs):
         if before_epoch is not None:
             before_epoch()
-        total, done = torch.zeros_like(mean), 0
+        done = 0
         for drawn in iterate_batches(count, settings.batch_size, generator):
             if before_batch is not None:
                 before_batch(generator)
             batch = as_batch(examples.batch(drawn if rows is None else rows[drawn], generator))
-            with autocast(get_device(examples), settings.precision):
-                total += step(batch, generator) * len(drawn)
             done += len(drawn)
-            report_progress((epoch + done / count) / settings.epochs)
-        mean = total / done
-    return float(mean)
+            part = (epoch + done / count) / settings.epochs
+            yield batch, BatchInfo(len(drawn), epoch, part, generator)
+
+
+class MeanLoss:
+    """The mean loss of the examples of the last epoch.
+
+    Args:
+        device: Where losses are; they are read at the end only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._total, self._count, self._epoch = torch.zeros((), device=device), 0, 0
+
+    def add(self, loss: Tensor, batch: BatchInfo) -> None:
+        """Adds the mean loss of a batch."""
+        if batch.epoch != self._epoch:
+            self._total, self._count = torch.zeros_like(self._total), 0
+            self._epoch = batch.epoch
+        self._total += loss * batch.size
+        self._count += batch.size
+
+    def __float__(self) -> float:
+        """The mean; NaN if there was no batch."""
+        return float(self._total / self._count)
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:

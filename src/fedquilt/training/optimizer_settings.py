@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedquilt.training.schedules import Schedule
-from fedquilt.training.torch_optimizers import NOT_ELEMENTWISE, OptimizerFactory, TorchOptimizer
+from fedquilt.training.torch_optimizers import OptimizerFactory, TorchOptimizer
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,3 @@ class StepwiseSettings:
 
 
 OptimizerSettings = SGDSettings | TorchSettings | StepwiseSettings
-
-
-def is_elementwise(settings: OptimizerSettings) -> bool:
-    """Whether a cell's step depends on its own gradients only, but for clipping."""
-    base = settings.base if isinstance(settings, StepwiseSettings) else settings
-    if isinstance(base, SGDSettings):
-        return True
-    optimizer = base.optimizer
-    return isinstance(optimizer, TorchOptimizer) and optimizer.name not in NOT_ELEMENTWISE

@@ -15,7 +15,7 @@ from fedquilt.training.optimizer_settings import (
     StepwiseSettings,
     TorchSettings,
 )
-from fedquilt.training.sgd import SGDStep, clip_each, differentiate
+from fedquilt.training.sgd import SGDStep, differentiate
 from fedquilt.training.torch_optimizers import TorchOptimizer
 
 Gradients = Sequence[Tensor | None]  # None: the weight has no part in the step
@@ -69,15 +69,12 @@ def count_state_tensors(settings: OptimizerSettings) -> int:
     return max(1, len(kept))
 
 
-def make_optimizer(
-    weights: Iterable[Tensor], settings: OptimizerSettings, *, nets: int = 1
-) -> WeightOptimizer:
+def make_optimizer(weights: Iterable[Tensor], settings: OptimizerSettings) -> WeightOptimizer:
     """Makes the optimizer of some weights.
 
     Args:
         weights: Those to move; weights that need no gradient are left out.
         settings: See ``LocalTraining.optimizer_at``.
-        nets: How many nets the weights are stacked from; each is clipped by its own norm.
 
     >>> import torch, fedquilt as fq
     >>> weight = torch.ones(1, requires_grad=True)
@@ -88,9 +85,7 @@ def make_optimizer(
     """
     base = settings.base if isinstance(settings, StepwiseSettings) else settings
     optimizer = (
-        SGDStep(weights, base, nets=nets)
-        if isinstance(base, SGDSettings)
-        else _TorchStep(weights, base, nets)
+        SGDStep(weights, base) if isinstance(base, SGDSettings) else _TorchStep(weights, base)
     )
     if isinstance(settings, StepwiseSettings):
         return _StepwiseOptimizer(optimizer, settings)
@@ -100,9 +95,9 @@ def make_optimizer(
 class _TorchStep:
     """An optimizer of PyTorch, with clipping."""
 
-    def __init__(self, weights: Iterable[Tensor], settings: TorchSettings, nets: int) -> None:
+    def __init__(self, weights: Iterable[Tensor], settings: TorchSettings) -> None:
         self._weights = [w for w in weights if w.requires_grad]
-        self._settings, self._nets = settings, nets
+        self._settings = settings
         self._optimizer = _build(settings, self._weights)
         self._rates = [group["lr"] for group in self._optimizer.param_groups]
 
@@ -127,8 +122,6 @@ class _TorchStep:
         max_norm = self._settings.max_grad_norm
         if max_norm is None or not gradients:
             return gradients
-        if self._nets > 1:
-            return clip_each(gradients, max_norm)
         scale = (max_norm / (nn.utils.get_total_norm(gradients) + 1e-6)).clamp(max=1.0)
         return [gradient * scale for gradient in gradients]
 

@@ -21,12 +21,11 @@ class SGDStep:
     Args:
         weights: Those to move; weights that need no gradient are left out.
         settings: Learning rate, momentum, weight decay and clipping.
-        nets: How many nets the weights are stacked from; each is clipped by its own norm.
     """
 
-    def __init__(self, weights: Iterable[Tensor], settings: SGDSettings, *, nets: int = 1) -> None:
+    def __init__(self, weights: Iterable[Tensor], settings: SGDSettings) -> None:
         self._weights = [w for w in weights if w.requires_grad]
-        self._settings, self._lr, self._nets = settings, settings.lr, nets
+        self._settings, self._lr = settings, settings.lr
         self._momenta: dict[int, Tensor] = {}  # by position; a tensor without gradient has none
 
     @torch.no_grad()
@@ -61,9 +60,7 @@ class SGDStep:
         present: list[Tensor] = [g for g in gradients if g is not None]
         weights: list[Tensor] = [self._weights[i] for i in used]
         settings, scale = self._settings, 1.0
-        if settings.max_grad_norm is not None and self._nets > 1:
-            present = clip_each(present, settings.max_grad_norm)
-        elif settings.max_grad_norm is not None and present:
+        if settings.max_grad_norm is not None and present:
             scale = min(
                 1.0, settings.max_grad_norm / (float(nn.utils.get_total_norm(present)) + 1e-6)
             )
@@ -89,10 +86,3 @@ def differentiate(loss: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor | Non
         return torch.autograd.grad(loss, weights, allow_unused=True)
     with torch.autocast(loss.device.type, enabled=False):
         return torch.autograd.grad(loss, weights, allow_unused=True)
-
-
-def clip_each(gradients: Sequence[Tensor], max_norm: float) -> list[Tensor]:
-    """The gradients of stacked nets, each net's clipped by its own norm."""
-    norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in gradients]).norm(dim=0)
-    scales = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-    return [g * scales.view(-1, *[1] * (g.ndim - 1)) for g in gradients]

@@ -25,7 +25,6 @@ REFUSED = {
     "muon": "moves matrices only, and networks have other weights too; choose adamw",
 }
 KNOWN = tuple(sorted(OPTIMIZERS.keys() - REFUSED.keys()))
-NOT_ELEMENTWISE = ("adafactor",)  # what one cell gets depends on the others of its tensor
 COMMON = ("lr", "momentum", "weight_decay")  # settings of local training, for all optimizers
 
 

@@ -1,0 +1,102 @@
+"""Several nets of one shape that learn in one pass, each from its own batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.learning.batch import Batch
+from fedquilt.structure.tensors import named_tensors, to_arguments
+from fedquilt.training.client_loss import ClientLoss
+from fedquilt.training.optimizer_settings import OptimizerSettings
+from fedquilt.training.optimizers import WeightOptimizer, make_optimizer
+from fedquilt.training.sgd import differentiate
+from fedquilt.training.stack.program import StackedModel
+
+
+class NetStack:
+    """The tensors of several nets, stacked, and an optimizer of each net.
+
+    An optimizer moves its own net's part of the stack: clipping, momentum and schedules are those
+    of a net that is trained alone.
+
+    Args:
+        program: Computes all nets.
+        module: One of the nets, for the shapes.
+        count: The number of nets.
+    """
+
+    def __init__(self, program: StackedModel, module: nn.Module, count: int) -> None:
+        self._program = program
+        own = named_tensors(module)
+        self._stack = {n: t.detach().new_empty((count, *t.shape)) for n, t in own.items()}
+        self._weights = [n for n, t in own.items() if t.requires_grad]
+        self.optimizers: list[WeightOptimizer | None] = [None] * count
+
+    @torch.no_grad()
+    def load(self, number: int, module: nn.Module, settings: OptimizerSettings) -> WeightOptimizer:
+        """Copies a net into the stack; its new optimizer."""
+        for name, tensor in named_tensors(module).items():
+            self._stack[name][number].copy_(tensor)
+        weights = [self._stack[name][number] for name in self._weights]
+        optimizer = make_optimizer([w.requires_grad_() for w in weights], settings)
+        self.optimizers[number] = optimizer
+        return optimizer
+
+    @torch.no_grad()
+    def copy_to(self, number: int, module: nn.Module) -> None:
+        """Copies a net out of the stack into a module."""
+        for name, tensor in named_tensors(module).items():
+            tensor.copy_(self._stack[name][number])
+
+    def step(
+        self, numbers: Sequence[int], batches: Sequence[Batch], losses: Sequence[ClientLoss]
+    ) -> Tensor:
+        """One step of some of the nets; the loss of each.
+
+        Args:
+            numbers: Which nets, in order.
+            batches: A batch of each of them, or one batch for all; all of the same shape.
+            losses: The loss of each.
+        """
+        part = self._select(numbers)
+        weights = [part[name].requires_grad_() for name in self._weights]
+        outputs = self._program(part, [to_arguments(inputs) for inputs, _ in batches])
+        targets = [y for _, y in batches] * (1 if len(batches) == len(numbers) else len(numbers))
+        values = torch.stack(
+            [loss(out, y) for loss, out, y in zip(losses, outputs, targets, strict=True)]
+        )
+        gradients = _divide(differentiate(values.sum(), weights), len(numbers))
+        with torch.no_grad():
+            self._put_back(numbers, part)
+            for number, gradient in zip(numbers, gradients, strict=True):
+                optimizer = self.optimizers[number]
+                assert optimizer is not None
+                optimizer.apply_gradients(gradient)
+        return values.detach()
+
+    def _select(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        """The tensors of some nets: views of the stack if they are neighbors, else copies."""
+        first, last = numbers[0], numbers[-1]
+        if list(numbers) == list(range(first, last + 1)):
+            return {n: t.detach()[first : last + 1] for n, t in self._stack.items()}
+        return {n: t.detach()[list(numbers)] for n, t in self._stack.items()}
+
+    def _put_back(self, numbers: Sequence[int], part: dict[str, Tensor]) -> None:
+        """Writes statistics that a pass has changed into the stack, if they are copies."""
+        for name, tensor in part.items():
+            is_view = tensor.untyped_storage().data_ptr() == self._storage(name)
+            if name not in self._weights and not is_view:
+                self._stack[name][list(numbers)] = tensor
+
+    def _storage(self, name: str) -> int:
+        return self._stack[name].untyped_storage().data_ptr()
+
+
+def _divide(gradients: Sequence[Tensor | None], count: int) -> list[tuple[Tensor | None, ...]]:
+    """The gradients of each net."""
+    parts: list[Any] = [[None] * count if g is None else g.unbind(0) for g in gradients]
+    return list(zip(*parts, strict=True)) if parts else [()] * count
