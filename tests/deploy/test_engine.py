@@ -10,6 +10,7 @@ import pytest
 import torch
 from flwr.app import Array, Error, Message, RecordDict
 
+from fedquilt.deploy import server_app
 from fedquilt.deploy.client_app import make_client_app
 from fedquilt.deploy.server_app import train_over_grid
 from fedquilt.engines.flower.codec import ARRAYS, METRICS, SETTINGS
@@ -340,3 +341,29 @@ def test_bytes_on_the_wire_are_counted_and_hardly_more_than_the_subnets(place):
     assert found["num_messages"] == found["num_replies"] == CLIENTS * (len(records(run)) + 1)
     assert up < found["bytes_up"] < 1.02 * up
     assert found["tensors_down"] < found["bytes_down"] < 1.02 * found["tensors_down"]
+
+
+def test_a_simulation_sends_a_window_of_messages_with_arrays_that_are_made_once(place, monkeypatch):
+    """All messages of a simulation are in the memory of one process."""
+    local = place.local(**FEDAVG)
+    monkeypatch.setattr(server_app, "is_simulated", lambda grid: True)
+    monkeypatch.setattr(server_app, "count_cores", lambda: 1)
+    monkeypatch.setattr(server_app, "TASKS_PER_WORKER", 2)
+    waiting = []
+
+    def meddle(message: Message, answer: Callable[[Message], Message]) -> list[Message]:
+        if message.metadata.message_type == "train":
+            waiting.append(1 + len(grid._waiting))
+        return [answer(message)]
+
+    grid = place.grid(meddle, **FEDAVG)
+    flower = train_over_grid(grid, place.config("flower", **FEDAVG))
+    assert same(local, flower)
+    assert max(waiting) == 2
+    arrays = [
+        next(iter(message.content.array_records[ARRAYS].values()))
+        for message in grid.sent
+        if message.metadata.message_type == "train" and message.content.array_records[ARRAYS]
+    ]
+    rounds = {hash(array.data) for array in arrays}
+    assert len({id(array.data) for array in arrays}) == len(rounds) < len(arrays)

@@ -138,3 +138,12 @@ def _read_public_key(path: Path) -> bytes:
     return serialization.load_ssh_public_key(path.read_bytes()).public_bytes(
         serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
     )
+
+
+def is_simulated(grid: object) -> bool:
+    """Whether a grid is that of a simulation: it holds all messages in the memory of one process.
+
+    Args:
+        grid: Flower's grid.
+    """
+    return type(grid).__name__ == "InMemoryGrid"

@@ -22,6 +22,7 @@ from fedquilt.data import ClientData, to_examples
 from fedquilt.data.population import Population
 from fedquilt.deploy.eligibility import find_inconsistent_clients, find_unsupported_clients
 from fedquilt.deploy.flower_cli import LOG_MARKER
+from fedquilt.deploy.flower_internals import is_simulated
 from fedquilt.deploy.node_context import (
     ModelFactory,
     NodeContext,
@@ -31,12 +32,14 @@ from fedquilt.deploy.node_context import (
 from fedquilt.deploy.node_info import NodeInfo
 from fedquilt.deploy.node_manager import NodeManager
 from fedquilt.deploy.registry import read_registry, write_registry
+from fedquilt.engines.dispatch import TASKS_PER_WORKER
 from fedquilt.engines.flower.engine import FlowerEngine, Timeouts, Traffic
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.federation.client import SERVER
 from fedquilt.federation.state import Setup
 from fedquilt.files import write_text
 from fedquilt.runs.directory import RunDirectory
+from fedquilt.runs.engines import count_cores
 from fedquilt.runs.event_lines import EventLines
 from fedquilt.runs.from_config import plan_run_over, read_started_config, require_trust
 from fedquilt.runs.plan import resume_run, start_run
@@ -95,6 +98,7 @@ def train_over_grid(
             run_name=str(config.flower.name),
             timeouts=Timeouts(config.flower.deadline, config.flower.timeout),
             traffic=traffic,
+            window=TASKS_PER_WORKER * count_cores() if is_simulated(grid) else None,
         )
 
     plan = plan_run_over(

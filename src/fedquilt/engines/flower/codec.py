@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,10 @@ MAX_VALUE_BYTES = 8  # of one number
 MAX_REPLY_EXTRA = 2**19  # bytes for all metrics and settings of a reply
 REPLY_SETTINGS = {"run", "token", "client", "saved_state", "subnets"}
 DTYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
+MAX_ENCODED = 16  # subnets of a round whose arrays are kept for the next client
 NO_STATE = 0  # the version of a client that has stored no state yet
+
+Arrays = Mapping[str, Array]
 
 
 @dataclass(frozen=True)
@@ -64,19 +68,47 @@ class MessageHeader:
     structure: str
 
 
-def encode_task(task: Task, structure: Structure, header: MessageHeader) -> RecordDict:
-    """Encodes a task: with the cells of its subnets, or all tensors if it names no subnet."""
-    parts = [copy_subnet_tensors(task.params, structure, subnet) for subnet in task.subnets]
-    settings: dict[str, Any] = {
-        **{name: value for name, value in vars(header).items() if name != "keep"},
-        "keep": json.dumps(header.keep),
-        "client": task.client,
-        "seed": task.seed,
-        "recipe": json.dumps(to_plain(task.recipe)),
-        "subnets": _pack_subnets(task.subnets, structure),
-    }
-    tensors = flat_tensors.join_parts(parts) if task.subnets else task.params
-    return _make_records(tensors, settings, {})
+class TaskEncoder:
+    """Encodes the tasks of a round; the arrays that several clients get are made once.
+
+    Args:
+        structure: What can be cut in the model.
+    """
+
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
+        self._made: OrderedDict[tuple[int, tuple[Subnet, ...]], tuple[Params, Arrays]] = (
+            OrderedDict()
+        )
+
+    def encode(self, task: Task, header: MessageHeader) -> RecordDict:
+        """Encodes a task: with the cells of its subnets, or all tensors if it names no subnet."""
+        settings: dict[str, Any] = {
+            **{name: value for name, value in vars(header).items() if name != "keep"},
+            "keep": json.dumps(header.keep),
+            "client": task.client,
+            "seed": task.seed,
+            "recipe": json.dumps(to_plain(task.recipe)),
+            "subnets": _pack_subnets(task.subnets, self._structure),
+        }
+        return _make_records(self._make_arrays(task), settings, {})
+
+    def forget(self) -> None:
+        """Drops the arrays of a round that is over."""
+        self._made.clear()
+
+    def _make_arrays(self, task: Task) -> Arrays:
+        if not task.subnets:  # tensors of another kind, which are mostly of one client alone
+            return _encode_arrays(task.params)
+        key = (id(task.params), task.subnets)
+        if key not in self._made:
+            parts = [copy_subnet_tensors(task.params, self._structure, s) for s in task.subnets]
+            arrays = _encode_arrays(flat_tensors.join_parts(parts))
+            self._made[key] = task.params, arrays  # the number of tensors that are alive is theirs
+            if len(self._made) > MAX_ENCODED:
+                self._made.popitem(last=False)
+        self._made.move_to_end(key)
+        return self._made[key][1]
 
 
 def decode_task(
@@ -131,9 +163,8 @@ def encode_update(
         "subnets": _pack_subnets(update.subnets, structure),
     }
     metrics = {name: float(value) for name, value in update.metrics.items()}
-    return _make_records(
-        flat_tensors.join_parts(update.params), settings, {**metrics, WEIGHT: float(update.weight)}
-    )
+    arrays = _encode_arrays(flat_tensors.join_parts(update.params))
+    return _make_records(arrays, settings, {**metrics, WEIGHT: float(update.weight)})
 
 
 def decode_update(
@@ -246,13 +277,16 @@ def get_max_bytes(task: Task, structure: Structure, size: int) -> int:
     return max(size, full) + MAX_REPLY_EXTRA
 
 
+def _encode_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
+    return {name: Array(tensor.detach().cpu().numpy()) for name, tensor in tensors.items()}
+
+
 def _make_records(
-    tensors: Mapping[str, Tensor], settings: dict[str, Any], metrics: dict[str, float]
+    arrays: Arrays, settings: dict[str, Any], metrics: dict[str, float]
 ) -> RecordDict:
-    arrays = {name: Array(tensor.detach().cpu().numpy()) for name, tensor in tensors.items()}
     return RecordDict(
         {
-            ARRAYS: ArrayRecord(arrays),
+            ARRAYS: ArrayRecord(dict(arrays)),
             SETTINGS: ConfigRecord(settings),
             METRICS: MetricRecord(dict(metrics)),
         }

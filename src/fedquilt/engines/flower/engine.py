@@ -13,6 +13,7 @@ import math
 import secrets
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,6 +85,9 @@ class FlowerEngine:
         run_name: The name under which clients store their state. It outlives this process.
         timeouts: Time limits of clients and rounds.
         traffic: Counts every message and reply.
+        window: How many tasks behind the first that is not merged are sent; None: all at once, as
+            nodes that each have a machine should work at the same time. A simulation holds all
+            messages in memory, and has few processes.
     """
 
     def __init__(
@@ -97,11 +101,13 @@ class FlowerEngine:
         run_name: str,
         timeouts: Timeouts | None = None,
         traffic: Traffic | None = None,
+        window: int | None = None,
     ) -> None:
         server_data = {} if held_out is None else {SERVER: held_out}
         self._server_engine = LocalEngine(model, structure, {"test": server_data}, workers=0)
         self._scratch = ScratchDirectory(Path(tempfile.gettempdir()))
         self._find_nodes, self._timeouts = find_nodes, timeouts or Timeouts()
+        self._window = math.inf if window is None else window
         timeout, folder = self._timeouts.round, self._scratch.folder
         self._channel = _MessageChannel(grid, structure, timeout, folder, traffic or Traffic())
         self._run_name, self._structure_hash = run_name, hash_structure(structure)
@@ -118,14 +124,16 @@ class FlowerEngine:
 
         As soon as ``enough`` clients have replied, the engine does not wait for the others.
         """
-        has_remote = any(task.client != SERVER for task in tasks)
+        remote = [(n, task) for n, task in enumerate(tasks) if task.client != SERVER]
         batch = _TaskBatch(self._channel, enough)
-        nodes = self._find_nodes() if has_remote else {}
-        for number, task in enumerate(tasks):
-            if task.client != SERVER:
-                batch.send(number, task, nodes.get(task.client), self._make_header(task.client))
+        nodes = self._find_nodes() if remote else {}
+        unsent = deque(remote)
         try:
             for number, task in enumerate(tasks):
+                while unsent and unsent[0][0] < number + self._window:
+                    position, other = unsent.popleft()
+                    header = self._make_header(other.client)
+                    batch.send(position, other, nodes.get(other.client), header)
                 if task.client == SERVER:
                     yield from self._server_engine.run([task])
                 else:
@@ -205,7 +213,7 @@ class _StoredReply:
 
 
 class _TaskBatch:
-    """The messages of one batch of tasks: all are sent at once, replies are pulled as they come."""
+    """The messages of one batch of tasks; replies are pulled as they come."""
 
     def __init__(self, channel: _MessageChannel, enough: int | None) -> None:
         self._channel, self._enough = channel, math.inf if enough is None else enough
@@ -214,12 +222,15 @@ class _TaskBatch:
         self._results: dict[int, _StoredReply | Failure] = {}
         self._sent: dict[str, _SentMessage] = {}
         self._num_updates = 0
+        self._over = ""  # why no more replies are waited for
         self._wait = MIN_WAIT
 
     def send(self, number: int, task: Task, node: int | None, header: MessageHeader) -> None:
         """Sends the message of one task."""
         if node is None:
             self._results[number] = Failure(task.client, "its node is not online")
+        elif self._over:
+            self._results[number] = Failure(task.client, self._over)
         else:
             message_id, max_bytes = self._channel.send(task, node, header)
             self._sent[message_id] = _SentMessage(number, task.client, node, header, max_bytes)
@@ -231,7 +242,8 @@ class _TaskBatch:
         return self._results.pop(number)
 
     def close(self) -> None:
-        """Removes the files of replies that were not used."""
+        """Removes the files of replies that were not used, and what was encoded."""
+        self._channel.forget_tasks()
         for result in self._results.values():
             if isinstance(result, _StoredReply):
                 result.path.unlink(missing_ok=True)
@@ -257,6 +269,7 @@ class _TaskBatch:
             self._wait = min(2 * self._wait, MAX_WAIT)
 
     def _fail_others(self, reason: str) -> None:
+        self._over = reason
         for sent in self._sent.values():
             self._results[sent.number] = Failure(sent.client, reason)
         self._sent.clear()
@@ -276,10 +289,11 @@ class _MessageChannel:
         self._grid, self._structure, self.timeout = grid, structure, timeout
         self._folder, self._traffic = folder, traffic
         self._file_numbers = itertools.count()
+        self._encoder = codec.TaskEncoder(structure)
 
     def send(self, task: Task, node: int, header: MessageHeader) -> tuple[str, int]:
         """Sends a task; returns the id of its message, and how large the reply may be."""
-        content = codec.encode_task(task, self._structure, header)
+        content = self._encoder.encode(task, header)
         size = codec.count_message_bytes(content)
         self._traffic.bytes_down += size
         self._traffic.tensors_down += codec.count_tensor_bytes(content)
@@ -293,6 +307,10 @@ class _MessageChannel:
         )
         (message_id,) = self._grid.push_messages([message])
         return message_id, codec.get_max_bytes(task, self._structure, size)
+
+    def forget_tasks(self) -> None:
+        """Drops what was encoded for clients of a round that is over."""
+        self._encoder.forget()
 
     def pull(self, message_ids: Sequence[str]) -> list[Message]:
         """Pulls the replies to these messages that have arrived."""
