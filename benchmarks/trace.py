@@ -34,10 +34,12 @@ WORDS = torch.arange(64)[None] % 50
 class Encoder(nn.Module):
     """Embedded words, PyTorch's own encoder, classes."""
 
-    def __init__(self, dim: int = 768, layers: int = 12, words: int = 20_000) -> None:
+    def __init__(
+        self, dim: int = 768, layers: int = 12, words: int = 20_000, heads: int = 12
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, dim)
-        layer = nn.TransformerEncoderLayer(dim, 12, 4 * dim, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(dim, heads, 4 * dim, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.fc = nn.Linear(dim, 10)
 

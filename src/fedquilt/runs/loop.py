@@ -136,14 +136,13 @@ class TrainingLoop:
 
     def train_from(self, position: Position) -> tuple[State, tuple[SizeScore, ...]]:
         """Trains to the last round; returns the finished state and its scores."""
-        done = position.checkpoint
+        done, is_evaluated = position.checkpoint, position.is_evaluated
+        del position  # the first state goes when there is a second one
         self._selector.progress = done.selection
         last_saved = done.state.round
         total = self._count_rounds(done.state)
         try:
-            if (
-                not position.is_evaluated
-            ):  # stopped after the round, before its evaluation was recorded
+            if not is_evaluated:  # stopped after the round, before its evaluation was recorded
                 self._evaluate_if_due(done.state, total)
             while done.state.round < total and not self._selector.is_stopped:
                 done = self._run_round(

@@ -48,11 +48,13 @@ from fedquilt.runs.policies import Cadence, FaultPolicy
 from fedquilt.runs.preflight import check_local_training, check_start
 from fedquilt.runs.privacy import PrivateRounds
 from fedquilt.runs.run import Run
+from fedquilt.runs.saved_run import Position
 from fedquilt.runs.secure_preflight import check_secure
 from fedquilt.runs.selection import Selection
 from fedquilt.runs.status import StatusWriter
 from fedquilt.settings.load import flatten_settings
 from fedquilt.structure.cut import load_tensors
+from fedquilt.structure.memory import OffloadedModels
 from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.serialization import to_plain
 
@@ -243,7 +245,10 @@ class PreparedRun:
                 directory.write_initial(named_tensors(plan.setup.model))
                 directory.write_structure(self.setup.structure)
             states = None if directory is None else directory.clients
-            with closing(make_engine(self.setup, plan.population, states)) as engine:
+            with (
+                OffloadedModels(self.setup.model, plan.setup.model) as offloaded,
+                closing(make_engine(self.setup, plan.population, states)) as engine,
+            ):
                 self._keep_pass_sizes(engine, notify)
                 loop = TrainingLoop(
                     self.setup,
@@ -268,7 +273,7 @@ class PreparedRun:
                     plan.population.validators,
                     attack=plan.attack,
                 )
-                return replace(self._finish(loop, notify), recorded=recorder.history)
+                return replace(self._finish(loop, notify, offloaded), recorded=recorder.history)
 
     def _keep_pass_sizes(self, engine: Engine, notify: Callback) -> None:
         """Stores how many clients train in one pass; a run that goes on has the same choices."""
@@ -300,14 +305,11 @@ class PreparedRun:
             directory.write_secret(secret)
         return secret
 
-    def _finish(self, loop: TrainingLoop, notify: Callback) -> Run:
+    def _finish(self, loop: TrainingLoop, notify: Callback, offloaded: OffloadedModels) -> Run:
         """Runs the loop to its end; ``notify`` hears of the start and of the end."""
-        directory = self.plan.directory
-        position = loop.restore() if self.is_resumed else loop.start()
-        if directory is not None and self.is_resumed:  # after the checkpoint was found to fit
-            self._write_settings(directory)
-        with _announce(self._make_start_event(position.checkpoint.state.round), notify):
-            state, scores = loop.train_from(position)
+        positions = [self._find_position(loop, offloaded)]
+        with _announce(self._make_start_event(positions[0].checkpoint.state.round), notify):
+            state, scores = loop.train_from(positions.pop())  # so that nothing here keeps its state
         return Run(
             self.setup,
             self.plan.method,
@@ -316,7 +318,7 @@ class PreparedRun:
             self._describe(loop, state),
             self.plan.setup,
             self.plan.population,
-            directory,
+            self.plan.directory,
             loop.findings,
             loop.clients,
         )
@@ -338,6 +340,15 @@ class PreparedRun:
         folder = None if plan.directory is None else plan.directory.path
         total = count_rounds(plan.method, setup)
         return RunStarted(total, round, settings, folder, self.is_resumed)
+
+    def _find_position(self, loop: TrainingLoop, offloaded: OffloadedModels) -> Position:
+        """Where training begins."""
+        directory = self.plan.directory
+        position = loop.restore() if self.is_resumed else loop.start()
+        offloaded.release()  # the state has the initial values now
+        if directory is not None and self.is_resumed:  # after the checkpoint was found to fit
+            self._write_settings(directory)
+        return position
 
     def _write_settings(self, directory: RunDirectory) -> None:
         if self.plan.source.toml is not None:

@@ -15,6 +15,7 @@ from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.cut import build_module, compute_shapes
 from fedquilt.structure.declare import build_declared
 from fedquilt.structure.layout import is_safe, supports_channels_last
+from fedquilt.structure.memory import is_large, release_freed_memory
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.supported import require_supported
@@ -66,7 +67,11 @@ def trace_structure(
             raise StructureError(f"{name} is a tuple of names, got '{names}'; write ('{names}',)")
     require_supported(model)
     detach_computed(model)
-    return _find_structure(model, example, tuple(exclude), blocks, tuple(keep_numbers))
+    try:
+        return _find_structure(model, example, tuple(exclude), blocks, tuple(keep_numbers))
+    finally:
+        if is_large(model):
+            release_freed_memory()
 
 
 def declare_structure(

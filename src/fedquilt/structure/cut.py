@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +15,7 @@ from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.groups import Axis, SizeAttribute
 from fedquilt.structure.layers import resize_layers
 from fedquilt.structure.structure import Structure, cache_per_structure
-from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.subnet import Subnet, unpack_bits
 from fedquilt.structure.tensors import named_tensors
 
 Params = Mapping[str, Tensor]  # tensors of a model by name; never changed in place
@@ -30,34 +30,52 @@ def index_cells(structure: Structure, subnet: Subnet) -> Mapping[str, tuple[Inde
     This is the only place that turns a subnet into indices, so cutting and stitching agree.
     """
     structure.validate(subnet)
+    axes, numbers = _number_axes(structure)
+    positions = [list_positions(axis, subnet) for axis in axes]
     return {
-        name: tuple(list_positions(axis, subnet) for axis in structure.axes[name])
+        name: tuple(positions[number] for number in numbers[name])
         for name in structure.tensor_names(subnet)
     }
 
 
+@cache_per_structure(max_entries=1)
+def _number_axes(
+    structure: Structure,
+) -> tuple[Sequence[Axis | None], Mapping[str, tuple[int, ...]]]:
+    """The different axes of a model, and which of them each tensor has: there are few."""
+    numbers: dict[Axis | None, int] = {}
+    of_tensors = {
+        name: tuple(numbers.setdefault(axis, len(numbers)) for axis in axes)
+        for name, axes in structure.axes.items()
+    }
+    return tuple(numbers), of_tensors
+
+
 def list_positions(axis: Axis | None, subnet: Subnet) -> Index:
     """The positions of an axis that a subnet keeps, ascending."""
-    if axis is None or not any(subnet.count(s.group) for s in axis if s.group is not None):
+    masks = {group: mask for group, mask in subnet.kept if mask}
+    if axis is None or not any(span.group in masks for span in axis):
         return WHOLE
-    return _compute_positions(
-        axis, tuple((g, m) for g, m in subnet.kept if any(s.group == g for s in axis))
-    )
-
-
-@lru_cache(maxsize=16384)
-def _compute_positions(axis: Axis, kept: tuple[tuple[str, int], ...]) -> Index:
-    masks, offset = dict(kept), 0
-    positions: list[int] = []
+    kept, offset = [], 0
     for span in axis:
         mask = masks.get(span.group) if span.group is not None else None
-        positions.extend(
-            offset + i for i, c in enumerate(span.channels) if mask is None or mask >> c & 1
-        )
-        offset += len(span.channels)
-    if positions == list(range(positions[0], positions[0] + len(positions))):
-        return slice(positions[0], positions[0] + len(positions))
-    return torch.tensor(positions, dtype=torch.int64)
+        size = len(span.channels)
+        if mask is None:
+            kept.append(np.arange(offset, offset + size))
+        else:
+            channels = span.channel_array
+            is_kept = unpack_bits(mask, max(mask.bit_length(), int(channels.max()) + 1))
+            kept.append(offset + np.flatnonzero(is_kept[channels]))
+        offset += size
+    return _to_index(torch.from_numpy(np.concatenate(kept)))
+
+
+def _to_index(positions: Tensor) -> Index:
+    """Ascending positions, as a slice where they are neighbors."""
+    if not len(positions):
+        return slice(0, 0)
+    first, last = int(positions[0]), int(positions[-1])
+    return slice(first, last + 1) if last - first + 1 == len(positions) else positions
 
 
 @cache_per_structure(max_entries=1024)
@@ -82,11 +100,7 @@ def _compute_positions_within(axis: Axis | None, size: int, wide: Subnet, narrow
     inside = torch.isin(every[list_positions(axis, wide)], every[list_positions(axis, narrow)])
     if inside.all():
         return WHOLE
-    positions = inside.nonzero().flatten()
-    if not len(positions):
-        return slice(0, 0)
-    first, last = int(positions[0]), int(positions[-1])
-    return slice(first, last + 1) if last - first + 1 == len(positions) else positions
+    return _to_index(inside.nonzero().flatten())
 
 
 @cache_per_structure(max_entries=4096)
@@ -110,17 +124,36 @@ def view_cells(tensor: Tensor, index: tuple[Index, ...]) -> Tensor:
     return part
 
 
-def make_mesh(shape: Sequence[int], index: tuple[Index, ...]) -> tuple[Tensor, ...]:
-    """The same cells as index tensors that broadcast against each other."""
-    kept = (torch.arange(n)[i] for n, i in zip(shape, index, strict=True))
-    return tuple(
-        k.view([-1 if a == axis else 1 for a in range(len(shape))]) for axis, k in enumerate(kept)
-    )
+def is_sliced(index: tuple[Index, ...]) -> bool:
+    """Whether every index is a slice, so that cells can be viewed and need not be gathered."""
+    return all(isinstance(i, slice) for i in index)
+
+
+def compute_offsets(shape: Sequence[int], index: tuple[Index, ...]) -> Tensor:
+    """Where the indexed cells lie in a tensor of this shape, flattened; in their order.
+
+    >>> compute_offsets((2, 4), (slice(None), torch.tensor([0, 3]))).tolist()
+    [0, 3, 4, 7]
+    """
+    offsets = torch.zeros((), dtype=torch.int64)
+    for size, i in zip(shape, index, strict=True):
+        offsets = offsets.unsqueeze(-1) * size + torch.arange(size)[i]
+    return offsets.flatten()
 
 
 def write_cells(tensor: Tensor, index: tuple[Index, ...], values: Tensor | bool) -> None:
-    """Writes values to the indexed cells, in place."""
-    tensor[tuple(i.to(tensor.device) for i in make_mesh(tensor.shape, index))] = values
+    """Writes values to the indexed cells, in place; a tensor has the shape of the cells."""
+    if is_sliced(index):
+        tensor[index] = values
+        return
+    offsets = compute_offsets(tensor.shape, index).to(tensor.device)
+    if not tensor.is_contiguous():
+        places = torch.unravel_index(offsets, tensor.shape)
+        tensor[places] = values.reshape(-1) if isinstance(values, Tensor) else values
+    elif isinstance(values, Tensor):
+        tensor.view(-1).scatter_(0, offsets, values.reshape(-1))
+    else:
+        tensor.view(-1).index_fill_(0, offsets, values)
 
 
 def global_name(name: str, structure: Structure, subnet: Subnet) -> str:

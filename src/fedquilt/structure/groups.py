@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from fedquilt.errors import StructureError
 
@@ -25,6 +29,11 @@ class Span:
 
     group: str | None
     channels: tuple[int, ...]  # the channel of each position
+
+    @cached_property
+    def channel_array(self) -> npt.NDArray[np.int64]:
+        """The same channels as an array."""
+        return np.asarray(self.channels, np.int64)
 
 
 Axis = tuple[Span, ...]  # spans laid end to end; one span unless tensors are concatenated

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -135,12 +137,29 @@ class Subnet:
 
 
 def _make_mask(channels: Iterable[int]) -> int:
-    mask = 0
-    for channel in channels:
-        if channel < 0:
-            raise ValueError(f"channels are counted from 0, got {channel}")
-        mask |= 1 << int(channel)
-    return mask
+    positions = np.fromiter((int(channel) for channel in channels), np.int64)
+    if not len(positions):
+        return 0
+    if positions.min() < 0:
+        raise ValueError(f"channels are counted from 0, got {positions.min()}")
+    is_kept = np.zeros(positions.max() + 1, bool)
+    is_kept[positions] = True
+    return _pack_bits(is_kept)
+
+
+def _pack_bits(bits: npt.NDArray[np.bool_]) -> int:
+    """The mask of these bits, the lowest first; in one go, as there may be 100,000 tokens."""
+    return int.from_bytes(np.packbits(bits, bitorder="little").tobytes(), "little")
+
+
+def unpack_bits(mask: int, size: int) -> npt.NDArray[np.bool_]:
+    """The first ``size`` bits of a mask, which has no others.
+
+    >>> unpack_bits(0b0110, 4)
+    array([False,  True,  True, False])
+    """
+    data = np.frombuffer(mask.to_bytes(-(-size // 8), "little"), np.uint8)
+    return np.unpackbits(data, count=size, bitorder="little").view(bool)
 
 
 def _select_common_bits(masks: Sequence[int], count: int) -> int:
@@ -149,10 +168,11 @@ def _select_common_bits(masks: Sequence[int], count: int) -> int:
     >>> bin(_select_common_bits([0b0011, 0b0111, 0b0001], 2))
     '0b11'
     """
-    common = 0
-    for bit in range(max(mask.bit_length() for mask in masks)):
-        common |= (sum(mask >> bit & 1 for mask in masks) >= count) << bit
-    return common
+    size = max(mask.bit_length() for mask in masks)
+    holders = np.zeros(size, np.int64)
+    for mask in masks:
+        holders += unpack_bits(mask, size)
+    return _pack_bits(holders >= count)
 
 
 def prefix_mask(count: int) -> int:
@@ -167,4 +187,4 @@ def is_prefix(mask: int) -> bool:
 
 @lru_cache(maxsize=4096)
 def _list_indices(mask: int) -> Tensor:
-    return torch.tensor([i for i in range(mask.bit_length()) if mask >> i & 1], dtype=torch.int64)
+    return torch.from_numpy(np.flatnonzero(unpack_bits(mask, mask.bit_length())))

@@ -281,7 +281,13 @@ class ClientContext:
     def _module(self, shape: Subnet, copy_number: int, *, tracks: bool) -> nn.Module:
         key = (shape, copy_number, tracks)
         if key not in self._built:
-            built = build_module(self.model, self.structure, shape)
+            # values come later, from the tensors that are sent; the model's need not be read
+            blank = {
+                name: tensor.detach().new_zeros(()).expand(tensor.shape)
+                for name, tensor in named_tensors(self.model).items()
+                if name in self.structure.shapes
+            }
+            built = build_module(self.model, self.structure, shape, blank)
             self._built[key] = built if tracks else without_running_stats(built)
             if self.structure.channels_last:
                 use_channels_last(self._built[key])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,17 +16,22 @@ from fedquilt.federation.client import Update
 from fedquilt.federation.constants import keep_constants
 from fedquilt.federation.rings import Rings
 from fedquilt.federation.state import Setup, State
+from fedquilt.federation.threads import Job, run_on_cores
 from fedquilt.structure.cut import (
     WHOLE,
     Index,
     Params,
+    compute_offsets,
     global_name,
     index_cells,
+    is_sliced,
     view_cells,
     write_cells,
 )
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
+
+CHUNK_BYTES = 2**22  # of tensors that are merged in one call
 
 
 def average(params: Params, structure: Structure, updates: Iterable[Update]) -> dict[str, Tensor]:
@@ -139,8 +146,7 @@ def _find_ranges(structure: Structure, subnet: Subnet) -> tuple[CellRange, ...]:
 
 
 def _as_slices(index: tuple[Index, ...]) -> tuple[slice, ...] | None:
-    slices = tuple(i for i in index if isinstance(i, slice))
-    return slices if len(slices) == len(index) else None
+    return tuple(i for i in index if isinstance(i, slice)) if is_sliced(index) else None
 
 
 @dataclass
@@ -183,32 +189,37 @@ class MeanAccumulator:
             self._add_part(self._ranges[subnet], tensors, update.weight)
 
     def _add_part(self, ranges: Sequence[CellRange], tensors: Params, weight: float) -> None:
-        moves: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # by how far, all in one call
+        jobs: list[Job[None]] = []
+        moves: dict[float, list[_Move]] = {}  # by how far: many small tensors in one call
         for cells in ranges:
             new = tensors[cells.name]
             if not new.is_floating_point():
                 continue
             total = self._sums.get(cells.target)
-            if total is not None and _is_same(cells, total.first):
+            if total is None:
+                self._sums[cells.target] = total = _RunningSum(cells, new, weight)
+                jobs.append(Job(new.nbytes, partial(_copy_mean, total)))
+            elif _is_same(cells, total.first):
                 total.weight += weight
                 if weight:
-                    means, news = moves.setdefault(weight / total.weight, ([], []))
-                    means.append(total.mean)
-                    news.append(new)
+                    move = _Move(total.mean, cells.name, new.nbytes)
+                    moves.setdefault(weight / total.weight, []).append(move)
             else:
-                self._add_cells(total, cells, new, weight)
-        for fraction, (means, news) in moves.items():
-            torch._foreach_lerp_(means, news, fraction)
+                add = partial(self._add_cells, total, cells, tensors, weight)
+                jobs.append(Job(new.nbytes, add))
+        for fraction, some in moves.items():
+            for chunk in _split(some):
+                size = sum(move.size for move in chunk)
+                jobs.append(Job(size, partial(_move_means, chunk, tensors, fraction)))
+        run_on_cores(jobs)
 
     def _add_cells(
-        self, total: _RunningSum | None, cells: CellRange, new: Tensor, weight: float
+        self, total: _RunningSum, cells: CellRange, tensors: Params, weight: float
     ) -> None:
-        if total is None:
-            self._sums[cells.target] = _RunningSum(cells, new.clone(), weight)
-        else:
-            if total.rest is None:
-                total.rest = _make_zeros(self._old(cells))
-            _add_to(total.rest, cells, new.sub(view_cells(self._old(cells), cells.index)), weight)
+        old = self._old(cells)
+        if total.rest is None:
+            total.rest = _make_zeros(old)
+        _add_change(total.rest, cells, tensors[cells.name], old, weight)
 
     def _old(self, cells: CellRange) -> Tensor:
         old = self._params.get(cells.target)
@@ -220,56 +231,106 @@ class MeanAccumulator:
         for subnet, weight in self._weights.items():
             for cells in self._ranges[subnet]:
                 self._holders.setdefault(cells.target, []).append((cells, weight))
-        for target in list(self._sums):
-            total = self._sums.pop(target)
-            new = self._finish(total, self._holders[target])
-            averaged[target] = keep_constants(new, self._old(total.first))
-        return averaged
+        targets = list(self._sums)
+        jobs = [
+            Job(self._sums[target].mean.nbytes, partial(self._finish, target)) for target in targets
+        ]
+        return averaged | dict(zip(targets, run_on_cores(jobs), strict=True))
 
     def held_weight(self, target: str) -> Tensor:
         """Returns the sum of weights of the updates that hold each cell; after ``result``."""
         weights = torch.zeros(self._structure.shapes[target.partition("@")[0]])
         for cells, weight in self._holders.get(target, ()):
-            _add_to(weights, cells, weight)
+            _add_weight(weights, cells, weight)
         return weights
 
     def trained(self, target: str) -> Tensor:
         """Returns a mask of the cells that were held with a weight above 0; after ``result``."""
         return self.held_weight(target) > 0
 
-    def _finish(self, total: _RunningSum, holders: Sequence[tuple[CellRange, float]]) -> Tensor:
+    def _finish(self, target: str) -> Tensor:
+        """The new tensor; what was held for it goes."""
+        total = self._sums.pop(target)
         old = self._old(total.first)
+        return keep_constants(self._compute_mean(total, old, self._holders[target]), old)
+
+    def _compute_mean(
+        self, total: _RunningSum, old: Tensor, holders: Sequence[tuple[CellRange, float]]
+    ) -> Tensor:
         if total.rest is None and total.weight and total.mean.shape == old.shape:
             return total.mean
-        new = old.clone()
         if total.rest is None:
+            new = old.clone()
             if total.weight:
-                _write(new, total.first, total.mean)
+                write_cells(new, total.first.index, total.mean)
             return new
-        change = total.mean.sub_(view_cells(old, total.first.index))
-        _add_to(total.rest, total.first, change, total.weight)
+        _add_change(total.rest, total.first, total.mean, old, total.weight)
+        total.mean = total.mean.new_empty(0)  # its memory is needed for the weights
         bounds = _find_bounds([cells for cells, _ in holders])
-        new[bounds].add_(total.rest[bounds].div_(_sum_weights(holders, bounds, old)))
+        change = total.rest[bounds].div_(_sum_weights(holders, bounds, old))
+        if change.shape == old.shape:
+            return change.add_(old)
+        new = old.clone()
+        new[bounds].add_(change)
         return new
+
+
+class _Move(NamedTuple):
+    """A mean that goes towards a client's tensor."""
+
+    mean: Tensor
+    name: str
+    size: int
+
+
+def _split(moves: Sequence[_Move]) -> Iterator[list[_Move]]:
+    """The same moves in lists of about ``CHUNK_BYTES``."""
+    chunk: list[_Move] = []
+    size = 0
+    for move in moves:
+        chunk.append(move)
+        size += move.size
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _move_means(moves: Sequence[_Move], tensors: Params, fraction: float) -> None:
+    torch._foreach_lerp_(
+        [move.mean for move in moves], [tensors[move.name] for move in moves], fraction
+    )
+
+
+def _copy_mean(total: _RunningSum) -> None:
+    total.mean = total.mean.clone()
 
 
 def _is_same(cells: CellRange, other: CellRange) -> bool:
     return cells is other or (cells.slices is not None and cells.slices == other.slices)
 
 
-def _add_to(total: Tensor, cells: CellRange, values: Tensor | float, weight: float = 1.0) -> None:
-    """total[cells] += weight * values."""
+def _add_change(
+    total: Tensor, cells: CellRange, new: Tensor, old: Tensor, weight: float
+) -> None:
+    """total[cells] += weight * (new - old[cells])."""
     if cells.slices is not None:
-        total[cells.slices].add_(values, alpha=weight)
-    else:
-        write_cells(total, cells.index, view_cells(total, cells.index).add_(values, alpha=weight))
+        total[cells.slices].add_(new.sub(old[cells.slices]), alpha=weight)
+        return
+    offsets = compute_offsets(old.shape, cells.index)
+    change = new.reshape(-1).sub(old.reshape(-1).index_select(0, offsets))
+    flat = total.view(-1)
+    flat.scatter_(0, offsets, flat.index_select(0, offsets).add_(change, alpha=weight))
 
 
-def _write(total: Tensor, cells: CellRange, values: Tensor) -> None:
+def _add_weight(total: Tensor, cells: CellRange, weight: float) -> None:
+    """total[cells] += weight."""
     if cells.slices is not None:
-        total[cells.slices] = values
-    else:
-        write_cells(total, cells.index, values)
+        total[cells.slices].add_(weight)
+        return
+    offsets, flat = compute_offsets(total.shape, cells.index), total.view(-1)
+    flat.scatter_(0, offsets, flat.index_select(0, offsets).add_(weight))
 
 
 def _find_bounds(ranges: Sequence[CellRange]) -> tuple[slice, ...]:
@@ -289,7 +350,7 @@ def _sum_weights(
     """The sum of weights per cell of a block; 1 where there is none."""
     weights = _make_zeros(like)
     for cells, weight in holders:
-        _add_to(weights, cells, weight)
+        _add_weight(weights, cells, weight)
     block = weights[bounds]
     return block.masked_fill_(block == 0, 1.0)
 

@@ -186,11 +186,13 @@ def _canonicalize(axis: Axis | None, structure: Structure, subnet: Subnet) -> li
     """Numbers that are equal for positions of one channel, whatever the groups are called."""
     if axis is None:
         return None
-    every = [
-        (s.group, c) if s.group and structure.kept_count(subnet, s.group) > 1 else None
-        for s in axis
-        for c in s.channels
-    ]
+    every: list[tuple[str, int] | None] = []
+    for span in axis:
+        group = span.group
+        if group and structure.kept_count(subnet, group) > 1:
+            every.extend((group, channel) for channel in span.channels)
+        else:
+            every.extend([None] * len(span.channels))
     index = list_positions(axis, subnet)
     kept = every[index] if isinstance(index, slice) else [every[i] for i in index.tolist()]
     if all(place is None for place in kept):

@@ -55,11 +55,14 @@ def _run_shuffled(
     structure: Structure, groups: Sequence[str], shuffle: Order, probe: Probe
 ) -> list[Tensor]:
     order = {group: shuffle(structure.groups[group].size) for group in groups}
+    sources: dict[int, Tensor] = {}
 
     def shuffle_tensor(name: str, value: Tensor) -> Tensor:
         for dim, axis in enumerate(structure.axes[name]):
             if axis is not None and any(s.group in order for s in axis):
-                value = value.index_select(dim, _permute_positions(axis, order))
+                if id(axis) not in sources:  # axes that are alike are one object, as a rule
+                    sources[id(axis)] = _permute_positions(axis, order)
+                value = value.index_select(dim, sources[id(axis)])
         return value
 
     return run_model(probe.model, probe.inputs, shuffle_tensor)
