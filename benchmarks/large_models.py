@@ -20,11 +20,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from trace import Encoder
 from typing import Any
 
 import torch
 from resident import field, from_here, largest
-from trace import Encoder
 
 import fedquilt as fq
 from fedquilt.runs.events import CheckpointSaved, RoundDone, RoundStarted
@@ -128,7 +128,7 @@ def measure(size: int) -> dict[str, Any]:
         watch.begin()
         small = run.customize(width=0.25)
         watch.end("customize")
-    found = {
+    return {
         "parameters": model / 4e6,
         "small": sum(p.numel() for p in small.parameters()) * 4 / model,
         "seconds": watch.seconds,
@@ -136,7 +136,6 @@ def measure(size: int) -> dict[str, Any]:
         "worker": watch.worker,
         "own": watch.own_worker,
     }
-    return found
 
 
 def main() -> None:

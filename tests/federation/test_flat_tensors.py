@@ -52,3 +52,20 @@ def test_more_tensors_than_one_call_may_take(tmp_path):
     tensors = {str(i): torch.tensor([float(i)]) for i in range(1500)}
     found = flat_tensors.read_flat(tmp_path / "f", flat_tensors.write_flat(tmp_path / "f", tensors))
     assert [float(t) for t in found.values()] == list(range(1500))
+
+
+def test_large_tensors_are_mapped_one_by_one_and_outlive_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(flat_tensors, "MIN_MAPPED_BYTES", 64)
+    tensors = flat_tensors.join_parts([
+        {"a": torch.arange(5000.0), "b": torch.tensor(True), "none": torch.empty(0, 3)},
+        {"a": torch.arange(30).view(5, 6).bfloat16()},
+    ])  # fmt: skip
+    slots = flat_tensors.write_flat(tmp_path / "t", tensors)
+    parts = flat_tensors.split_parts(flat_tensors.read_flat(tmp_path / "t", slots), 2)
+    (tmp_path / "t").unlink()
+    assert [list(part) for part in parts] == [["a", "b", "none"], ["a"]]
+    found = flat_tensors.join_parts(parts)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert parts[0]["a"].data_ptr() != parts[0]["a"].data_ptr()  # nothing is kept in between
+    parts[0]["a"].zero_()
+    assert parts[0]["a"][1] == 1.0

@@ -302,3 +302,76 @@ def test_figure_1_of_heterofl_by_hand():
     assert partly[:, 2:].eq(-9).all()
     assert partly[0, 0].item() == pytest.approx((5 + 7 + 10 + 40) / 4)
     assert partly[1, 1].item() == pytest.approx((5 + 7) / 2)
+
+
+CUT = ("a", "b", "c", "out")
+
+
+def merge_with_meshes(params: dict[str, Tensor], updates: list[Update]) -> dict[str, Tensor]:
+    """Σ a_u (w_u - w) in the order of the updates, the first at the end, one index per axis."""
+    found = {}
+    for name in CUT:
+        places = [
+            (
+                np.ix_(*(
+                    [i for i, c in enumerate(where) if holds(update.subnets[0], group, c)]
+                    for group, where in PLACES[name]
+                )),
+                update.params[0][name],
+                update.weight,
+            )
+            for update in updates
+        ]  # fmt: skip
+        old, total = params[name], torch.zeros_like(params[name])
+        weights = torch.zeros_like(old)
+        for mesh, new, weight in (*places[1:], places[0]):
+            total[mesh] = total[mesh].add(new - old[mesh], alpha=weight)
+        for mesh, _, weight in places:
+            weights[mesh] += weight
+        found[name] = old + total / weights.masked_fill(weights == 0, 1.0)
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_scattered_cells_get_the_bits_of_sums_in_the_order_of_updates(
+    structure, params, threads, monkeypatch
+):
+    monkeypatch.setattr("fedquilt.federation.threads.MIN_PARALLEL_BYTES", 0)
+    kept = [{"h": [0, 2, 3], "k": [1, 3]}, {"h": [1, 4], "k": [0, 1, 3]}, {"h": [0, 4], "k": [2]}]
+    cohort = [
+        ([Subnet.from_channels(some)], weight, seed)
+        for seed, (some, weight) in enumerate(zip(kept, (7.0, 0.3, 11.0), strict=True))
+    ]
+    updates = made(structure, params, cohort)
+    expected = merge_with_meshes(params, updates)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = average(params, structure, updates)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for name in CUT:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def test_merging_in_chunks_and_threads_keeps_names_in_order_and_bits(
+    structure, params, monkeypatch
+):
+    widths = (1.0, 0.5, 1.0, 0.25, 1.0)
+    cohort = [
+        ([structure.subnet(width).with_private(f"{seed % 2}", "a")], 1.0 + seed / 3, seed)
+        for seed, width in enumerate(widths)
+    ]
+    updates = made(structure, params, cohort)
+    expected = average(params, structure, updates)
+    monkeypatch.setattr("fedquilt.federation.threads.MIN_PARALLEL_BYTES", 0)
+    monkeypatch.setattr("fedquilt.federation.aggregation.mean.CHUNK_BYTES", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = average(params, structure, updates)
+    finally:
+        torch.set_num_threads(before)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from fedquilt.errors import StructureError
 from fedquilt.structure.create import trace_structure
-from fedquilt.structure.cut import build_module, copy_subnet_tensors, index_cells, load_tensors
+from fedquilt.structure.cut import (
+    build_module,
+    compute_offsets,
+    copy_subnet_tensors,
+    index_cells,
+    load_tensors,
+    view_cells,
+    write_cells,
+)
 from fedquilt.structure.structure import STATISTICS, Structure
-from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.subnet import Subnet, unpack_bits
 from fedquilt.structure.tensors import call_with_tensors, named_tensors
 
 from .nets import EXACT, IMAGE, TOKENS, ZOO, inputs_for, plain_cnn, roughened, structured
@@ -28,6 +38,42 @@ subnets = st.builds(
     st.lists(names, max_size=3),
     st.text(max_size=5),
 )
+
+
+@settings(max_examples=40, deadline=None)
+@given(channels, st.integers(0, 60))
+def test_a_mask_has_one_bit_for_each_channel_whatever_their_order(chosen, more):
+    subnet = Subnet.from_channels({"g": [*reversed(sorted(chosen)), *chosen]})
+    mask = sum(1 << channel for channel in chosen)
+    assert subnet.kept == (("g", mask),)
+    assert subnet.channels("g").tolist() == sorted(chosen)
+    size = max(chosen) + 1 + more
+    assert unpack_bits(mask, size).nonzero()[0].tolist() == sorted(chosen)
+    assert len(unpack_bits(mask, size)) == size
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(channels, min_size=1, max_size=5), st.integers(1, 5))
+def test_shared_channels_are_those_of_enough_others(sets, holders):
+    others = [Subnet.from_channels({"g": some}) for some in sets]
+    shared = Subnet().shared_by(*others, holders=holders)
+    enough = [c for c in range(301) if sum(c in some for some in sets) >= holders]
+    assert shared.channels("g").tolist() == enough
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_offsets_are_the_places_of_cells_in_the_flat_tensor(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    kept = [sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1))) for n in shape]
+    index = tuple(torch.tensor(some) for some in kept)
+    places = torch.arange(math.prod(shape)).view(shape)
+    expected = places[torch.meshgrid(*index, indexing="ij")]
+    assert torch.equal(compute_offsets(shape, index), expected.flatten())
+    for tensor in (torch.zeros(shape), torch.zeros(shape[::-1]).permute(*range(len(shape))[::-1])):
+        write_cells(tensor, index, expected + 1.0)
+        assert torch.equal(view_cells(tensor, index), expected + 1.0)
+        assert int((tensor != 0).sum()) == expected.numel()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor
@@ -63,7 +62,7 @@ def _write(file: int, parts: list[memoryview]) -> None:
 def read_flat(path: Path, slots: tuple[Slot, ...]) -> Mapping[str, Tensor]:
     """Reads tensors by mapping the file into memory; the file may then be removed."""
     if any(slot.num_bytes >= MIN_MAPPED_BYTES for slot in slots):
-        return MappedTensors(path.open("rb"), {slot.name: slot for slot in slots})
+        return MappedTensors(_OpenFile(path), {slot.name: slot for slot in slots})
     size = max((slot.start + slot.num_bytes for slot in slots), default=0)
     size += -size % ALIGNMENT
     whole = torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0)
@@ -76,13 +75,23 @@ def read_flat(path: Path, slots: tuple[Slot, ...]) -> Mapping[str, Tensor]:
     return tensors
 
 
+class _OpenFile:
+    """A file that stays open as long as tensors may be read from it."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
 class MappedTensors(Mapping[str, Tensor]):
     """Large tensors in a file, each mapped when it is asked for.
 
     So an update takes memory for the tensors in use only, not for all that were read before.
     """
 
-    def __init__(self, file: IO[bytes], slots: Mapping[str, Slot]) -> None:
+    def __init__(self, file: _OpenFile, slots: Mapping[str, Slot]) -> None:
         self._file, self._slots = file, slots
 
     def select(self, names: Mapping[str, str]) -> MappedTensors:
@@ -91,7 +100,7 @@ class MappedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         slot = self._slots[name]
-        return map_tensor(self._file, slot.start, slot.dtype, slot.shape, slot.num_bytes)
+        return map_tensor(self._file.number, slot.start, slot.dtype, slot.shape, slot.num_bytes)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._slots)
@@ -105,9 +114,7 @@ def join_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {f"{i}/{name}": tensor for i, part in enumerate(parts) for name, tensor in part.items()}
 
 
-def split_parts(
-    tensors: Mapping[str, Tensor], count: int
-) -> tuple[Mapping[str, Tensor], ...]:
+def split_parts(tensors: Mapping[str, Tensor], count: int) -> tuple[Mapping[str, Tensor], ...]:
     """The tensors of each subnet: the inverse of ``join_parts``.
 
     Without subnets there may be one set of tensors of another kind.

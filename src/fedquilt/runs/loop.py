@@ -47,6 +47,7 @@ from fedquilt.runs.saved_run import Position, SavedRun
 from fedquilt.runs.secure_preflight import make_secure
 from fedquilt.runs.selection import Selection
 from fedquilt.runs.selector import ModelSelector
+from fedquilt.structure.memory import is_large, release_freed_memory
 from fedquilt.training.local_test import WithLocalTest
 
 HEALTH_CHECK_EVERY, EARLY_ROUNDS = 5, 10  # rounds; of the first ones, each is checked
@@ -148,6 +149,8 @@ class TrainingLoop:
                 done = self._run_round(
                     done.state, find_phase(done.state.round, self.method, self.setup)
                 )
+                if is_large(self.setup.model):
+                    release_freed_memory()  # of the state before
                 self._evaluate_if_due(done.state, total)
                 is_due = self._is_due(self.cadence.checkpoint_every, done.state.round, total)
                 if is_due or self._selector.is_stopped:

@@ -46,18 +46,16 @@ def _find_trim() -> Any:
 
 
 def map_tensor(
-    file: IO[bytes], start: int, dtype: torch.dtype, shape: tuple[int, ...], num_bytes: int
+    file: int, start: int, dtype: torch.dtype, shape: tuple[int, ...], num_bytes: int
 ) -> Tensor:
-    """A tensor in a file, mapped into memory: it takes memory where it is read.
+    """A tensor in an open file, mapped into memory: it takes memory where it is read.
 
     Whoever writes to it writes to a copy. It stays valid if the file is closed or removed.
     """
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
     first = start - start % mmap.ALLOCATIONGRANULARITY
-    mapped = mmap.mmap(
-        file.fileno(), start + num_bytes - first, access=mmap.ACCESS_COPY, offset=first
-    )
+    mapped = mmap.mmap(file, start + num_bytes - first, access=mmap.ACCESS_COPY, offset=first)
     flat = torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=start - first)
     return flat.view(dtype).view(shape)
 
@@ -92,11 +90,16 @@ class OffloadedModels:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115
             places: dict[int, tuple[Tensor, int]] = {}
             for key, tensor in tensors.items():
-                places[key] = tensor, self._file.seek(-(-self._file.tell() // ALIGNMENT) * ALIGNMENT)
+                places[key] = (
+                    tensor,
+                    self._file.seek(-(-self._file.tell() // ALIGNMENT) * ALIGNMENT),
+                )
                 self._file.write(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
             self._file.flush()
             self._places = places
         self.release()
+        if tensors:
+            release_freed_memory()  # processes that are forked would keep it, too
 
     def release(self) -> None:
         """Gives back the memory of what was read since, which can be read again."""
@@ -104,7 +107,7 @@ class OffloadedModels:
             assert self._file is not None
             with torch.no_grad():
                 tensor.data = map_tensor(
-                    self._file, start, tensor.dtype, tuple(tensor.shape), tensor.nbytes
+                    self._file.fileno(), start, tensor.dtype, tuple(tensor.shape), tensor.nbytes
                 )
 
     def close(self) -> None:

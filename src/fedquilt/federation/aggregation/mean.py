@@ -25,7 +25,6 @@ from fedquilt.structure.cut import (
     global_name,
     index_cells,
     is_sliced,
-    view_cells,
     write_cells,
 )
 from fedquilt.structure.structure import Structure
@@ -311,9 +310,7 @@ def _is_same(cells: CellRange, other: CellRange) -> bool:
     return cells is other or (cells.slices is not None and cells.slices == other.slices)
 
 
-def _add_change(
-    total: Tensor, cells: CellRange, new: Tensor, old: Tensor, weight: float
-) -> None:
+def _add_change(total: Tensor, cells: CellRange, new: Tensor, old: Tensor, weight: float) -> None:
     """total[cells] += weight * (new - old[cells])."""
     if cells.slices is not None:
         total[cells.slices].add_(new.sub(old[cells.slices]), alpha=weight)

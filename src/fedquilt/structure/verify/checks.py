@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from fedquilt.errors import StructureError
 from fedquilt.structure.cut import build_module, index_cells, list_positions
 from fedquilt.structure.derive import narrow_structure
-from fedquilt.structure.groups import Axis
+from fedquilt.structure.groups import Axis, count_leading
 from fedquilt.structure.mask import mask_tensor
+from fedquilt.structure.memory import is_large
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import Example, find_tensors, make_training_inputs, to_arguments
@@ -40,6 +41,7 @@ from fedquilt.structure.verify.probe import (
 from fedquilt.structure.verify.shuffles import check_shuffles
 
 WIDTHS = (0.5, 0.3)  # one that divides most sizes, one that divides few
+LARGE_PART = 0.6  # of the channels of a large model: subnets are held beside it and its probe
 
 
 def verify_structure(model: nn.Module, structure: Structure, example: Example) -> None:
@@ -53,7 +55,8 @@ def verify_structure(model: nn.Module, structure: Structure, example: Example) -
 
 def check_subnets(structure: Structure, probe: Probe) -> None:
     """Raises unless subnets of several widths run and equal the masked model (checks 2 and 3)."""
-    for subnet in (*_draw_uneven_subnets(structure), *map(structure.subnet, WIDTHS)):
+    largest = LARGE_PART if is_large(probe.model) else 1.0
+    for subnet in (*_draw_uneven_subnets(structure, largest), *map(structure.subnet, WIDTHS)):
         outputs = run_subnet(structure, subnet, probe)
         if structure.is_exact:
             _check_masked(structure, subnet, probe, outputs)
@@ -62,12 +65,13 @@ def check_subnets(structure: Structure, probe: Probe) -> None:
         check_shuffles(narrow_structure(structure, small.counts), small)
 
 
-def _draw_uneven_subnets(structure: Structure) -> list[Subnet]:
-    """Two subnets with random channels, of every group another fraction."""
+def _draw_uneven_subnets(structure: Structure, largest: float) -> list[Subnet]:
+    """Two subnets with random channels, of every group another fraction up to the largest."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(size: int) -> list[int]:
-        count = int(torch.randint(1, size + 1, (), generator=generator))
+        high = count_leading(size, largest)
+        count = int(torch.randint(1, high + 1, (), generator=generator))
         return torch.randperm(size, generator=generator)[:count].tolist()
 
     sizes = {name: structure.groups[name].size for name in structure.cut_groups()}
