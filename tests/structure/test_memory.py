@@ -83,7 +83,7 @@ def test_freed_memory_is_given_back_after_a_large_trace_and_not_after_a_small_on
     assert trims == []
     monkeypatch.setattr(memory, "MIN_LARGE_BYTES", 0)
     trace_structure(small, torch.zeros(1, 4))
-    assert trims == [0]
+    assert set(trims) == {0}
 
 
 def test_a_c_library_without_trim_is_no_problem(monkeypatch):

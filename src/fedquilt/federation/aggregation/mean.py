@@ -266,12 +266,18 @@ class MeanAccumulator:
         _add_change(total.rest, total.first, total.mean, old, total.weight)
         total.mean = total.mean.new_empty(0)  # its memory is needed for the weights
         bounds = _find_bounds([cells for cells, _ in holders])
-        change = total.rest[bounds].div_(_sum_weights(holders, bounds, old))
-        if change.shape == old.shape:
-            return change.add_(old)
-        new = old.clone()
-        new[bounds].add_(change)
-        return new
+        total.rest[bounds].div_(_sum_weights(holders, bounds, old)).add_(old[bounds])
+        _copy_outside(total.rest, old, bounds)
+        return total.rest
+
+
+def _copy_outside(target: Tensor, source: Tensor, bounds: tuple[slice, ...]) -> None:
+    """Copies all cells outside of a block."""
+    for axis, inside in enumerate(bounds):
+        if inside != WHOLE:
+            for outside in (slice(0, inside.start), slice(inside.stop, None)):
+                block = (*bounds[:axis], outside)
+                target[block] = source[block]
 
 
 class _Move(NamedTuple):
@@ -357,4 +363,4 @@ def _make_zeros(like: Tensor) -> Tensor:
     if like.device.type == "cpu" and like.dtype in (torch.float32, torch.float64):
         kind = np.float32 if like.dtype == torch.float32 else np.float64
         return torch.from_numpy(np.zeros(tuple(like.shape), kind))
-    return torch.zeros_like(like)
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)

@@ -20,7 +20,7 @@ from fedquilt.structure.cut import build_module, index_cells, list_positions
 from fedquilt.structure.derive import narrow_structure
 from fedquilt.structure.groups import Axis, count_leading
 from fedquilt.structure.mask import mask_tensor
-from fedquilt.structure.memory import is_large
+from fedquilt.structure.memory import is_large, trim_memory
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import Example, find_tensors, make_training_inputs, to_arguments
@@ -55,11 +55,14 @@ def verify_structure(model: nn.Module, structure: Structure, example: Example) -
 
 def check_subnets(structure: Structure, probe: Probe) -> None:
     """Raises unless subnets of several widths run and equal the masked model (checks 2 and 3)."""
-    largest = LARGE_PART if is_large(probe.model) else 1.0
-    for subnet in (*_draw_uneven_subnets(structure, largest), *map(structure.subnet, WIDTHS)):
+    has_large = is_large(probe.model)
+    uneven = _draw_uneven_subnets(structure, LARGE_PART if has_large else 1.0)
+    for subnet in (*uneven, *map(structure.subnet, WIDTHS)):
         outputs = run_subnet(structure, subnet, probe)
         if structure.is_exact:
             _check_masked(structure, subnet, probe, outputs)
+        if has_large:
+            trim_memory()  # of the built subnet
     if not structure.is_exact:  # it cannot be compared with the masked model
         small = make_half_probe(structure, probe)
         check_shuffles(narrow_structure(structure, small.counts), small)
