@@ -238,17 +238,14 @@ class PreparedRun:
             else directory.hold(resume=self.is_resumed, on_wait=lambda: notify(waiting))
         )
         make_engine = plan.engine or make_local_engine(None)
-        with held:
+        with held, OffloadedModels(self.setup.model, plan.setup.model) as offloaded:
             secret = self._find_secret()
             if directory is not None and not self.is_resumed:
                 self._write_settings(directory)
                 directory.write_initial(named_tensors(plan.setup.model))
                 directory.write_structure(self.setup.structure)
             states = None if directory is None else directory.clients
-            with (
-                OffloadedModels(self.setup.model, plan.setup.model) as offloaded,
-                closing(make_engine(self.setup, plan.population, states)) as engine,
-            ):
+            with closing(make_engine(self.setup, plan.population, states)) as engine:
                 self._keep_pass_sizes(engine, notify)
                 loop = TrainingLoop(
                     self.setup,
@@ -343,9 +340,9 @@ class PreparedRun:
 
     def _find_position(self, loop: TrainingLoop, offloaded: OffloadedModels) -> Position:
         """Where training begins."""
-        directory = self.plan.directory
         position = loop.restore() if self.is_resumed else loop.start()
         offloaded.release()  # the state has the initial values now
+        directory = self.plan.directory
         if directory is not None and self.is_resumed:  # after the checkpoint was found to fit
             self._write_settings(directory)
         return position
