@@ -22,6 +22,7 @@ from fedquilt.models import make_model
 from fedquilt.structure.layout import use_channels_last
 from fedquilt.training.objectives import PlainLoss
 from fedquilt.training.settings import LocalTraining
+from fedquilt.training.stack.program import find_program
 from fedquilt.training.tracking import without_running_stats
 from fedquilt.training.trainer import make_trainer
 
@@ -33,14 +34,16 @@ def ways() -> dict[str, Step]:
     """How a batch is learned from: by the wide net, and by the bases in several ways."""
     settings, generator = LocalTraining(max_grad_norm=None), torch.Generator()
 
-    def step(count: int, width: float, *, together: bool = False, rows: bool = True) -> Step:
+    def step(count: int, width: float, *, stacked: bool = False, rows: bool = True) -> Step:
         nets = [
             without_running_stats(make_model("digits-cnn", {"width": width})).train()
             for _ in range(count)
         ]
         for net in nets if rows else ():
             use_channels_last(net)
-        trained = make_trainer(nets, settings.optimizer_at(0.01), PlainLoss(), stacked=together)
+        inputs = (torch.rand(4, 3, 28, 28),)
+        program = find_program(nets[0], lambda: inputs) if stacked else None
+        trained = make_trainer(nets, settings.optimizer_at(0.01), PlainLoss(), program=program)
         return lambda x, y: trained.step((x, y), generator)
 
     base = 1 / NUM_BASES

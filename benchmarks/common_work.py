@@ -1,11 +1,13 @@
 """The common work against peers: FedAvg, 50 clients a round × 50 images, batch 10, a small CNN.
 
     python benchmarks/common_work.py FOLDER [--rounds 5] [--sittings 5] [--pfl VENV] [--flower VENV]
+        [--widths 1,0.25] [--clients-per-pass auto]
 
 FOLDER holds ``work.py`` (the net, the data, which images each client has) and the peers' scripts.
 Each contestant runs in a process of its own, all of them in turn, several times; printed are
 seconds a round (medians) and ratios. The floor is the bare PyTorch loop in two processes side by
-side, half of the clients each, which send nothing and merge nothing.
+side, half of the clients each, which send nothing and merge nothing. The first round is not timed:
+there it is tried how many clients go into one pass.
 """
 
 from __future__ import annotations
@@ -23,9 +25,7 @@ from types import ModuleType
 import torch
 
 import fedquilt as fq
-from fedquilt.runs.events import Event, RoundDone
-
-WIDTHS = (1.0, 0.25)
+from fedquilt.runs.events import Event, PassSizeChosen, RoundDone
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,10 @@ class InTurn:
         return self.inner.plan(setup, state, here)
 
 
-def ours(work: ModuleType, width: float, rounds: int, workers: int) -> float:
+def ours(
+    work: ModuleType, width: float, rounds: int, workers: int, clients_per_pass: int | str
+) -> tuple[float, int]:
+    """Seconds a round, and how many clients went into one pass."""
     x, y = work.images()
     count = (rounds + 1) * work.COHORT
     rows = [work.client_rows(c, len(x)) for c in range(count)]
@@ -53,14 +56,18 @@ def ours(work: ModuleType, width: float, rounds: int, workers: int) -> float:
         lr=work.LR, momentum=0, weight_decay=0, epochs=1, batch_size=work.BATCH, max_grad_norm=None
     )
     times: list[float] = []
+    chosen = [1]
 
     def watch(event: Event) -> None:
         if isinstance(event, RoundDone):
             times.append(event.seconds)
+        elif isinstance(event, PassSizeChosen):
+            chosen.append(event.clients)
 
     method = InTurn(fq.FedAvg(settings, fraction=1.0), work.COHORT)
-    fq.train(work.Net(width), x[:1], method, people, rounds + 1, workers=workers, callbacks=[watch])
-    return statistics.median(times[1:])
+    options = {"workers": workers, "clients_per_pass": clients_per_pass, "callbacks": [watch]}
+    fq.train(work.Net(width), x[:1], method, people, rounds + 1, **options)
+    return statistics.median(times[1:]), chosen[-1]
 
 
 def bare(work: ModuleType, width: float, rounds: int) -> float:
@@ -102,6 +109,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sittings", type=int, default=5, help="turns of every contestant")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--widths", default="1,0.25", help="of the net")
+    parser.add_argument("--clients-per-pass", default="auto", help="a number, or auto")
     parser.add_argument("--pfl", type=Path, help="a virtual environment with pfl")
     parser.add_argument("--flower", type=Path, help="a virtual environment with flwr[simulation]")
     parser.add_argument("--ours", type=float, help=argparse.SUPPRESS)
@@ -113,11 +122,14 @@ def main() -> None:
         import work
 
         if options.ours is not None:
-            print(json.dumps({"ours": ours(work, options.ours, options.rounds, options.workers)}))
+            given = options.clients_per_pass
+            count = int(given) if given.isdigit() else given
+            seconds, chosen = ours(work, options.ours, options.rounds, options.workers, count)
+            print(json.dumps({"ours": seconds, "clients_per_pass": chosen}))
         else:
             print(json.dumps({"bare": bare(work, options.bare, options.rounds)}))
         return
-    for width in WIDTHS:
+    for width in map(float, options.widths.split(",")):
         print(json.dumps(compared(width, options)), flush=True)
 
 
@@ -125,7 +137,11 @@ def compared(width: float, options: argparse.Namespace) -> dict[str, object]:
     """Medians over several sittings, contestants in turn, so that noise falls on all of them."""
     folder, rounds = options.folder.resolve(), str(options.rounds)
     me = [sys.executable, str(Path(__file__).resolve()), str(folder), "--rounds", rounds]
-    commands = {"fedquilt": [*me, "--workers", str(options.workers), "--ours", str(width)]}
+    me += ["--workers", str(options.workers)]
+    commands = {
+        "fedquilt": [*me, "--clients-per-pass", options.clients_per_pass, "--ours", str(width)],
+        "fedquilt one by one": [*me, "--clients-per-pass", "1", "--ours", str(width)],
+    }
     if options.pfl:
         python = str(options.pfl.resolve() / "bin" / "python")
         commands["pfl-research"] = [python, "pfl_peer.py", rounds, str(width)]
