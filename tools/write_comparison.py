@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from fedquilt.comparison.comparison import Comparison
@@ -16,10 +17,19 @@ from fedquilt.comparison.render import make_sections, to_markdown
 from fedquilt.formatting import format_count, format_duration
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = {"fashion": "docs/results/compare-fashion.json"}
-PAGES = ("README.md", "docs/compare.md")
-BLOCK = re.compile(
-    r"(<!-- comparison: ([\w-]+)-(full|short) -->\n)(.*?)(<!-- end of comparison -->\n)", re.DOTALL
+RESULTS = {
+    "digits": "docs/results/compare-digits.json",
+    "fashion": "docs/results/compare-fashion.json",
+}
+BLOCK = re.compile(  # the name of the results, and what of them: all, the first tables, or a method
+    r"(<!-- comparison: (\w+)-(full|short|of [\w-]+) -->\n)(.*?)(<!-- end of comparison -->\n)",
+    re.DOTALL,
+)
+ORDINARY = ("heterofl", "fedavg")  # what single methods stand beside
+PAGES = tuple(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if BLOCK.search(path.read_text())
 )
 
 
@@ -31,6 +41,8 @@ def load_comparison(name: str) -> Comparison:
 def write_block(name: str, kind: str, page: str) -> str:
     """What stands between the markers: the table, the picture, and how it was measured."""
     comparison = load_comparison(name)
+    if kind.startswith("of "):
+        return write_row(comparison, kind.removeprefix("of "))
     sections = make_sections(comparison.analysis, comparison.metric)
     shown = sections if kind == "full" else sections[:3]
     picture = RESULTS[name].replace(".json", ".svg")
@@ -44,6 +56,20 @@ def write_block(name: str, kind: str, page: str) -> str:
         parts += ["\n".join(wrap(f"- {n}: {why}", "  ") for n, why in left)]
     parts += [wrap(describe_origin(comparison))]
     return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def write_row(comparison: Comparison, method: str) -> str:
+    """The scores and costs of one method, beside the best one and ordinary ones."""
+    rows = [
+        row for row in comparison.analysis.rows if row.is_best or row.variant in (method, *ORDINARY)
+    ]
+    rows.sort(key=lambda row: row.variant != method)
+    analysis = replace(comparison.analysis, rows=tuple(rows))
+    scores, _, _, costs, _ = make_sections(analysis, comparison.metric)
+    notes = [note for note in comparison.notes if note.startswith(f"{method} ")]
+    parts = [to_markdown([scores, costs]).strip()]
+    parts += ["\n".join(wrap(f"- {note}", "  ") for note in notes)] if notes else []
+    return "\n" + "\n\n".join([*parts, wrap(describe_origin(comparison))]) + "\n\n"
 
 
 def describe_origin(comparison: Comparison) -> str:
