@@ -18,7 +18,8 @@ docs: .venv/test  ## the documentation site: build/docs/html/index.html, with al
 docs-links: .venv/test  ## as docs, and asks the network whether the pages of other sites exist
 	OMP_NUM_THREADS=1 $(BIN)/python tools/build_docs.py --links
 
-pictures: .venv/test  ## screenshots of the docs, from real runs
+pictures: .venv/test  ## drawings and screenshots of the docs, from real runs
+	$(BIN)/python tools/draw_methods.py
 	$(BIN)/python tools/screenshots.py
 
 test-docs: .venv/test  ## every command and code block of README and docs/ as typed; an hour

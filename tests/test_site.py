@@ -14,6 +14,7 @@ import fedquilt as fq
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import draw_methods  # noqa: E402
 from docsite import api, check_html, links  # noqa: E402
 from docsite.assemble import collect_pages, prepare  # noqa: E402
 
@@ -101,6 +102,28 @@ def test_what_leads_nowhere_is_found_in_built_pages(tmp_path):
     )
     broken = check_html.find_broken_links(tmp_path)
     assert [line.split(": ")[1] for line in broken] == ["b.html#x", "c.html", "d.png"]
+
+
+@pytest.mark.parametrize("name", fq.METHODS)
+def test_a_method_has_a_page_with_all_that_readers_look_for(name):
+    page = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+    assert f"](../images/methods/{name}.svg)" in page  # the idea in a picture
+    assert "**When to use it.**" in page
+    assert re.search(r"^\| .*\n\| --- \|", page, re.MULTILINE)  # equations and functions
+    assert re.search(r"^(## |\*\*).*(Choices|choices|leaves? open|contradict)", page, re.MULTILINE)
+    assert f"<!-- comparison: digits-of {name} -->\n\n" in page  # measured results
+
+
+@pytest.mark.parametrize("name", ["heterofl", "fedrolex", "splitmix"])  # no rounding decides them
+def test_the_picture_of_a_method_is_what_its_run_gives(name):
+    stored = (draw_methods.IMAGES / f"{name}.svg").read_text()
+    assert draw_methods.draw_method(name) == stored, "run python tools/draw_methods.py"
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("name", fq.METHODS)
+def test_the_pictures_of_all_methods_are_what_their_runs_give(name):
+    test_the_picture_of_a_method_is_what_its_run_gives(name)
 
 
 @pytest.mark.docs

@@ -78,7 +78,7 @@ def make_blocks() -> nn.Module:
 def make_end() -> OrderedDict[str, nn.Module]:
     """The layers behind the last convolution."""
     classes = nn.Linear(CHANNELS, CLASSES)
-    return OrderedDict(pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), classes=classes)
+    return OrderedDict(pool=nn.AvgPool2d(SIDE), flat=nn.Flatten(), classes=classes)
 
 
 @dataclass
