@@ -332,15 +332,16 @@ def merge_with_meshes(params: dict[str, Tensor], updates: list[Update]) -> dict[
     return found
 
 
+@pytest.mark.parametrize("weights", [(7.0, 0.3, 11.0), (7.0, 3.0, 11.0), (0.0, 3.0, 0.0)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_scattered_cells_get_the_bits_of_sums_in_the_order_of_updates(
-    structure, params, threads, monkeypatch
+    structure, params, threads, weights, monkeypatch
 ):
     monkeypatch.setattr("fedquilt.federation.threads.MIN_PARALLEL_BYTES", 0)
     kept = [{"h": [0, 2, 3], "k": [1, 3]}, {"h": [1, 4], "k": [0, 1, 3]}, {"h": [0, 4], "k": [2]}]
     cohort = [
         ([Subnet.from_channels(some)], weight, seed)
-        for seed, (some, weight) in enumerate(zip(kept, (7.0, 0.3, 11.0), strict=True))
+        for seed, (some, weight) in enumerate(zip(kept, weights, strict=True))
     ]
     updates = made(structure, params, cohort)
     expected = merge_with_meshes(params, updates)

@@ -18,7 +18,7 @@ from fedquilt.structure.memory import map_tensor
 
 ALIGNMENT = 64  # bytes
 MAX_PARTS = 512  # in one call; systems allow 1024
-MIN_MAPPED_BYTES = 2**20  # of a tensor that makes it worth while to map each for itself
+MIN_MAPPED_BYTES = 2**26  # of an update whose tensors are mapped one by one
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _write(file: int, parts: list[memoryview]) -> None:
 
 def read_flat(path: Path, slots: tuple[Slot, ...]) -> Mapping[str, Tensor]:
     """Reads tensors by mapping the file into memory; the file may then be removed."""
-    if any(slot.num_bytes >= MIN_MAPPED_BYTES for slot in slots):
+    if sum(slot.num_bytes for slot in slots) >= max(MIN_MAPPED_BYTES, 1):
         return MappedTensors(_OpenFile(path), {slot.name: slot for slot in slots})
     size = max((slot.start + slot.num_bytes for slot in slots), default=0)
     size += -size % ALIGNMENT

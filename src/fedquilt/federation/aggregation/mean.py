@@ -350,12 +350,40 @@ def _find_bounds(ranges: Sequence[CellRange]) -> tuple[slice, ...]:
 def _sum_weights(
     holders: Sequence[tuple[CellRange, float]], bounds: tuple[slice, ...], like: Tensor
 ) -> Tensor:
-    """The sum of weights per cell of a block; 1 where there is none."""
-    weights = _make_zeros(like)
-    for cells, weight in holders:
-        _add_weight(weights, cells, weight)
-    block = weights[bounds]
+    """The sum of weights per cell of a block, or what broadcasts to it; 1 where there is none."""
+    block = None if bounds else _multiply_weights(holders, like)
+    if block is None:
+        weights = _make_zeros(like)
+        for cells, weight in holders:
+            _add_weight(weights, cells, weight)
+        block = weights[bounds]
     return block.masked_fill_(block == 0, 1.0)
+
+
+def _multiply_weights(holders: Sequence[tuple[CellRange, float]], like: Tensor) -> Tensor | None:
+    """The sums for scattered cells, as a product of who holds what of one axis and of another.
+
+    It has length 1 along axes that all hold whole. None if more than two axes are cut, or if the
+    order of the sum might matter, as it does not for whole numbers below 2^24.
+    """
+    numbers = [weight for _, weight in holders]
+    is_exact = all(float(n).is_integer() for n in numbers) and sum(numbers) < 2**24
+    cut = [
+        axis
+        for axis in range(like.ndim)
+        if any(isinstance(i, Tensor) or i != WHOLE for i in (c.index[axis] for c, _ in holders))
+    ]
+    if not is_exact or len(cut) not in (1, 2) or like.dtype not in (torch.float32, torch.float64):
+        return None
+    held = []
+    for axis in cut:
+        table = torch.zeros(len(holders), like.shape[axis], dtype=like.dtype)
+        for row, (cells, _) in zip(table, holders, strict=True):
+            row[cells.index[axis]] = 1.0
+        held.append(table)
+    first = torch.tensor(numbers, dtype=like.dtype)
+    sums = first @ held[0] if len(cut) == 1 else (held[0] * first[:, None]).T @ held[1]
+    return sums.reshape([n if axis in cut else 1 for axis, n in enumerate(like.shape)])
 
 
 def _make_zeros(like: Tensor) -> Tensor:
