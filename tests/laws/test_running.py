@@ -51,7 +51,7 @@ def interrupted(after: int):
 
 
 def test_stopped_and_resumed_is_the_same_as_uninterrupted(case, tmp_path):
-    pace = Cadence(evaluate_every=1, checkpoint_every=2)
+    pace = Cadence(evaluate_every=2, checkpoint_every=2)
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     with case.engine(folder=tmp_path / "whole" / "clients") as engine:

@@ -182,7 +182,7 @@ def test_a_recurrent_net_of_one_length_is_counted_on_it():
 
 @pytest.mark.parametrize("name", ZOO)
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_channels_of_any_kind_cost_what_their_net_does(name, seed):
     model, structure = structured(name)
     subnet, example = some_channels(structure, None, seed), ZOO[name].example

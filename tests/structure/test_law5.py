@@ -177,7 +177,7 @@ def test_random_convolutional_nets_equal_their_masked_supernet(layers, norm, is_
     width=st.floats(0.05, 1),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=8, deadline=None, phases=at_once)
+@settings(max_examples=5, deadline=None, phases=at_once)
 def test_random_transformers_equal_the_net_of_that_width(
     style, heads, head_dim, hidden, width, seed
 ):
