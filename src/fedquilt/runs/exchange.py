@@ -16,30 +16,35 @@ from fedquilt.runs.accounting import RoundAccounting
 from fedquilt.runs.attacks import intercept_updates, start_attack
 
 
+@dataclass(frozen=True, eq=False)
+class RoundPlan:
+    """A round that is about to be run.
+
+    Args:
+        state: The state that clients are sent.
+        tasks: What the method asks of them.
+        pipeline: How replies become the next state.
+        is_closing: Whether the round is of a closing phase.
+        enough: After this number of updates the engine need not wait for others; None: for all.
+    """
+
+    state: State
+    tasks: Sequence[Task]
+    pipeline: AggregationPipeline
+    is_closing: bool
+    enough: int | None
+
+
 class Exchange(Protocol):
     """Lets clients work, and merges what they send."""
 
-    def run(
-        self,
-        engine: Engine,
-        state: State,
-        tasks: Sequence[Task],
-        pipeline: AggregationPipeline,
-        accounting: RoundAccounting,
-        *,
-        is_closing: bool,
-        enough: int | None,
-    ) -> State:
+    def run(self, engine: Engine, plan: RoundPlan, accounting: RoundAccounting) -> State:
         """Runs the tasks of a round.
 
         Args:
             engine: Runs tasks.
-            state: The state that clients are sent.
-            tasks: What the method asks of them.
-            pipeline: How replies become the next state.
+            plan: The round.
             accounting: Gets every reply, and what was sent.
-            is_closing: Whether the round is of a closing phase.
-            enough: After this number of updates the engine need not wait for others.
 
         Returns:
             The state after the round; the number of the round is not its concern.
@@ -59,27 +64,17 @@ class PlainExchange:
     setup: Setup
     attack: Attack | None = None
 
-    def run(
-        self,
-        engine: Engine,
-        state: State,
-        tasks: Sequence[Task],
-        pipeline: AggregationPipeline,
-        accounting: RoundAccounting,
-        *,
-        is_closing: bool,
-        enough: int | None,
-    ) -> State:
+    def run(self, engine: Engine, plan: RoundPlan, accounting: RoundAccounting) -> State:
         """Merges valid updates as they come."""
-        attack = None
+        tasks, attack = plan.tasks, None
         if self.attack is not None:
-            attack = start_attack(self.attack, self.setup, state, pipeline)
+            attack = start_attack(self.attack, self.setup, plan.state, plan.pipeline)
             tasks = attack.plan(tasks)
-        results = engine.run(tasks, **({} if enough is None else {"enough": enough}))
+        results = engine.run(tasks, **({} if plan.enough is None else {"enough": plan.enough}))
         updates = accounting.filter_valid(tasks, results)
         if attack is not None:
             updates = intercept_updates(attack, updates, accounting)
-        merged = pipeline.merge_round(self.setup, state, updates)
+        merged = plan.pipeline.merge_round(self.setup, plan.state, updates)
         accounting.merging = dict(merged.metrics)
         return merged.state
 

@@ -37,7 +37,7 @@ from fedquilt.runs.events import (
     StoppedEarly,
     combine_callbacks,
 )
-from fedquilt.runs.exchange import make_exchange
+from fedquilt.runs.exchange import RoundPlan, make_exchange
 from fedquilt.runs.health import Finding, Record, find_problems
 from fedquilt.runs.phases import count_rounds, find_phase, require_same_rounds
 from fedquilt.runs.policies import Cadence, FaultPolicy
@@ -261,15 +261,9 @@ class TrainingLoop:
         whole = (task.params.values() for task in tasks if not task.subnets)
         accounting.bytes_down += sum(tensor.nbytes for tensors in whole for tensor in tensors)
         self.engine.on_progress = lambda client, done: self._notify(ClientProgress(client, done))
-        merged = self._client_exchange.run(
-            self.engine,
-            state,
-            tasks,
-            aggregation,
-            accounting,
-            is_closing=phase.is_closing,
-            enough=needed if oversample else None,
-        )
+        enough = needed if oversample else None
+        plan = RoundPlan(state, tasks, aggregation, phase.is_closing, enough)
+        merged = self._client_exchange.run(self.engine, plan, accounting)
         self.engine.on_progress = ignore_progress  # evaluation is not the round's progress
         return merged, accounting
 

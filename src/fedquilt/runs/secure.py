@@ -16,7 +16,6 @@ import torch
 
 from fedquilt.engines.engine import Engine
 from fedquilt.errors import ProtocolError
-from fedquilt.federation.aggregation import AggregationPipeline
 from fedquilt.federation.aggregation.parts import RingSums
 from fedquilt.federation.aggregation.secure_sum import (
     derive_rounding_seed,
@@ -40,6 +39,7 @@ from fedquilt.federation.state import Setup, State
 from fedquilt.federation.validation import get_reply_spec, list_sent_subnets, validate_reply
 from fedquilt.runs.accounting import RoundAccounting
 from fedquilt.runs.events import SecureRound
+from fedquilt.runs.exchange import RoundPlan
 from fedquilt.training.secure import (
     CLIENTS,
     KEYS,
@@ -71,37 +71,28 @@ class SecureExchange:
     setup: Setup
     settings: SecureAggregation
 
-    def run(
-        self,
-        engine: Engine,
-        state: State,
-        tasks: Sequence[Task],
-        pipeline: AggregationPipeline,
-        accounting: RoundAccounting,
-        *,
-        is_closing: bool,
-        enough: int | None,
-    ) -> State:
+    def run(self, engine: Engine, plan: RoundPlan, accounting: RoundAccounting) -> State:
         """Lets clients work, and merges what they send without seeing it.
 
         The arguments are those of ``Exchange``. Statistics, which a closing phase asks for, have a
         wider range. If nothing could be opened, ``accounting`` knows of it.
         """
+        state, tasks = plan.state, plan.tasks
         if len(tasks) < self.settings.threshold:  # of a cohort that was drawn by chance
             self._skip(tasks, state, accounting)
             return state
-        planned = self._plan(state, tasks, is_closing=is_closing)
+        planned = self._plan(state, tasks, is_closing=plan.is_closing)
         server = SecureServer(planned.session)
         steps = _Steps(self.setup, engine, accounting)
         steps.ask_keys(server)
         steps.ask_shares(server)
-        replies = steps.ask_updates(server, planned, enough)
+        replies = steps.ask_updates(server, planned, plan.enough)
         steps.ask_secrets(server)
         sums = self._decode(planned, server.open_sums(), accounting)
         if not sums.changes:
             return state
-        aggregate = pipeline.aggregator.aggregate_sums(self.setup, state, sums)
-        return pipeline.finish(self.setup, state, replace(aggregate, replies=replies))
+        aggregate = plan.pipeline.aggregator.aggregate_sums(self.setup, state, sums)
+        return plan.pipeline.finish(self.setup, state, replace(aggregate, replies=replies))
 
     def _skip(self, tasks: Sequence[Task], state: State, accounting: RoundAccounting) -> None:
         """Records a round in which nobody is asked, because nothing could be opened."""
