@@ -9,7 +9,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 demo: .venv/demo  ## train on the embedded digits over clients of five sizes
 	$(BIN)/fedquilt train
 
-test: .venv/test lint types  ## everything that must hold
+test: .venv/test lint types  ## everything that must hold; CONTRIBUTING.md lists what the other targets add
 	$(PYTEST) -n auto --dist worksteal
 
 docs: .venv/test  ## the documentation site: build/docs/html/index.html, with all links checked
