@@ -11,7 +11,7 @@ it; where nobody does, the change is zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -136,7 +136,7 @@ class SignFlip(Attack):
         self, changes: Changes, update: Update, honest: HonestChanges, seed: int
     ) -> Changes:
         """Multiplies by a negative number."""
-        return [{n: -self.scale * t for n, t in part.items()} for part in changes]
+        return _map_cells(lambda own: -self.scale * own, changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class ScaledUpdate(Attack):
         self, changes: Changes, update: Update, honest: HonestChanges, seed: int
     ) -> Changes:
         """Multiplies."""
-        return [{n: self.scale * t for n, t in part.items()} for part in changes]
+        return _map_cells(lambda own: self.scale * own, changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,13 +183,11 @@ class GaussianNoise(Attack):
     ) -> Changes:
         """Draws the noise of every cell."""
         generator = torch.Generator().manual_seed(seed)
-        return [
-            {
-                n: self.sigma * torch.randn(t.shape, generator=generator, dtype=t.dtype)
-                for n, t in part.items()
-            }
-            for part in changes
-        ]
+
+        def draw(own: Tensor) -> Tensor:
+            return self.sigma * torch.randn(own.shape, generator=generator, dtype=own.dtype)
+
+        return _map_cells(draw, changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,10 +214,7 @@ class ALIE(Attack):
     ) -> Changes:
         """Mean − z · standard deviation, cell by cell."""
         mean, deviation = honest.mean(update.subnets), honest.deviation(update.subnets)
-        return [
-            {n: (one[n] - self.z * other[n]).to(t.dtype) for n, t in part.items()}
-            for part, one, other in zip(changes, mean, deviation, strict=True)
-        ]
+        return _map_cells(lambda _, m, d: m - self.z * d, changes, mean, deviation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,11 +240,7 @@ class InnerProduct(Attack):
         self, changes: Changes, update: Update, honest: HonestChanges, seed: int
     ) -> Changes:
         """−ε times the mean, cell by cell."""
-        mean = honest.mean(update.subnets)
-        return [
-            {n: (-self.epsilon * one[n]).to(t.dtype) for n, t in part.items()}
-            for part, one in zip(changes, mean, strict=True)
-        ]
+        return _map_cells(lambda _, m: -self.epsilon * m, changes, honest.mean(update.subnets))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,11 +264,15 @@ class Mimic(Attack):
         self, changes: Changes, update: Update, honest: HonestChanges, seed: int
     ) -> Changes:
         """The change of the one, where it has the cells."""
-        copied = honest.largest(update.subnets)
-        return [
-            {n: one[n].to(t.dtype) for n, t in part.items()}
-            for part, one in zip(changes, copied, strict=True)
-        ]
+        return _map_cells(lambda _, copied: copied, changes, honest.largest(update.subnets))
+
+
+def _map_cells(compute: Callable[..., Tensor], changes: Changes, *known: Changes) -> Changes:
+    """Computes each tensor anew, from itself and what is known of its cells; its type stays."""
+    return [
+        {n: compute(t, *(one[n] for one in others)).to(t.dtype) for n, t in part.items()}
+        for part, *others in zip(changes, *known, strict=True)
+    ]
 
 
 UPDATE_ATTACKS: dict[str, type[Attack]] = {
