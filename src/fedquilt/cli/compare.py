@@ -12,7 +12,14 @@ import typer
 from rich.console import Console
 
 from fedquilt.cli.console import make_console, print_json, print_lines
-from fedquilt.cli.options import AsJson, Settings, drop_unset, parse_assignments
+from fedquilt.cli.options import (
+    AnyCode,
+    AsJson,
+    RunsAtATime,
+    Settings,
+    drop_unset,
+    parse_assignments,
+)
 from fedquilt.cli.setting_options import COMPARE_OPTIONS, takes_settings
 from fedquilt.cli.signals import handle_stop_signals
 from fedquilt.cli.trial_log import TrialLog
@@ -60,14 +67,8 @@ def compare(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to keep runs and the table.")
     ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Runs at a time; 0: one, in this process. Left out: one per core."),
-    ] = None,
-    any_code: Annotated[
-        bool,
-        typer.Option("--any-code", help="Take results that another version of the code made, too."),
-    ] = False,
+    workers: RunsAtATime = None,
+    any_code: AnyCode = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:

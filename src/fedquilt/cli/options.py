@@ -34,6 +34,14 @@ Token = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Device = Annotated[str, typer.Option(help=describe_setting("run.device"))]
 Workers = Annotated[int | None, typer.Option(help=describe_setting("run.workers"))]
+RunsAtATime = Annotated[
+    int | None,
+    typer.Option(help="Runs at a time; 0: one, in this process. Left out: one per core."),
+]
+AnyCode = Annotated[
+    bool,
+    typer.Option("--any-code", help="Take results that another version of the code made, too."),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

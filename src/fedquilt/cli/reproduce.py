@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fedquilt.cli.compare import parse_seeds
 from fedquilt.cli.console import make_console, print_json, print_lines
-from fedquilt.cli.options import AsJson
+from fedquilt.cli.options import AnyCode, AsJson, RunsAtATime
 from fedquilt.cli.signals import handle_stop_signals
 from fedquilt.cli.trial_log import TrialLog
 from fedquilt.errors import ConfigError
@@ -56,14 +56,8 @@ def reproduce(
         Path | None,
         typer.Option(metavar="DIR", help="A folder that gets the values, a JSON file each."),
     ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Runs at a time; 0: one, in this process. Left out: one per core."),
-    ] = None,
-    any_code: Annotated[
-        bool,
-        typer.Option("--any-code", help="Take results that another version of the code made, too."),
-    ] = False,
+    workers: RunsAtATime = None,
+    any_code: AnyCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure tables and figures of the papers again, and print them beside the papers'.
