@@ -7,6 +7,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 import fedquilt as fq
@@ -102,6 +104,21 @@ def test_what_leads_nowhere_is_found_in_built_pages(tmp_path):
     )
     broken = check_html.find_broken_links(tmp_path)
     assert [line.split(": ")[1] for line in broken] == ["b.html#x", "c.html", "d.png"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_outputs(path):
+    cells = nbformat.read(path, as_version=4).cells
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, tmp_path):
+    book = nbformat.read(path, as_version=4)
+    paths = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(book, timeout=600, kernel_name="python3", resources=paths).execute()
+    assert any(cell.get("outputs") for cell in book.cells)
 
 
 @pytest.mark.parametrize("name", fq.METHODS)
