@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fedquilt as fq
+from fedquilt.data import to_examples
 from fedquilt.data.partition import by_class
 from fedquilt.errors import DataError
 from fedquilt.federation.client import Client
@@ -167,3 +168,52 @@ def test_a_function_that_returns_nothing_fails_its_client_and_names_it():
     clients = fq.make_clients(lambda client: (torch.zeros(0, 4), torch.zeros(0).long()), count=3)
     with pytest.raises(DataError, match="client 0 has no data"):
         clients.train[0]
+
+
+def test_a_mapped_file_is_not_copied_and_gives_the_run_of_its_array(tmp_path):
+    generator = np.random.default_rng(0)
+    array = generator.random((60, 4), dtype=np.float32)
+    labels = generator.integers(0, 3, 60)
+    np.save(tmp_path / "x.npy", array)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    examples = to_examples((mapped, labels))
+    assert examples.inputs.data_ptr() == mapped.ctypes.data
+    runs = [train(fq.make_clients((x, labels), count=6)) for x in (array, mapped)]
+    assert runs[0].state.params["0.weight"].equal(runs[1].state.params["0.weight"])
+    broken = array.copy()
+    broken[7, 1] = np.nan
+    with pytest.raises(DataError, match="1 NaN or infinite of 240"):
+        to_examples((broken, labels))
+
+
+@pytest.mark.parametrize("kind", ["hugging face", "arrow"])
+def test_tables_give_the_run_of_their_arrays(kind):
+    datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    generator = np.random.default_rng(0)
+    array = generator.random((60, 4), dtype=np.float32)
+    labels = generator.integers(0, 3, 60)
+    columns = {"x": list(array), "label": labels}
+    table = datasets.Dataset.from_dict(columns) if kind == "hugging face" else None
+    table = pyarrow.table(columns) if table is None else table
+    divided = fq.make_clients(table, partition="classes:2", count=6)
+    expected = fq.make_clients((array, labels), partition="classes:2", count=6)
+    assert [c.labels for c in divided.clients] == [c.labels for c in expected.clients]
+    for client in range(6):
+        rows = torch.arange(len(divided.train[client]))
+        batch, other = (people.train[client].batch(rows) for people in (divided, expected))
+        assert batch[0]["x"].equal(other[0])
+        assert batch[1].equal(other[1])
+    with pytest.raises(DataError, match="pass one of them"):
+        fq.make_clients(datasets.DatasetDict({"train": datasets.Dataset.from_dict(columns)}))
+
+
+def test_the_query_for_statistics_asks_as_many_clients_as_wanted():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    structure = fq.trace_structure(model, torch.zeros(2, 4))
+    clients = fq.make_clients(load, count=MANY, num_examples=6, labels=(0, 1, 2)).clients
+    setup = fq.Setup(model, structure, torch.zeros(2, 4), clients, rounds=1, seed=0)
+    for fraction, count in ((None, 100), (20 / MANY, 20)):
+        method = fq.HeteroFL(query_fraction=fraction)
+        (phase,) = method.closing_phases(setup)
+        cohort = sample_cohort(clients, phase, seed=0)
+        assert len(method.plan(setup, fq.State(0, phase.name, {}), cohort)) == count

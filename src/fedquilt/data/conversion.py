@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -14,10 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fedquilt.data.examples import ClientData, Examples, NestedExamples, Rows, list_labels
 from fedquilt.data.preprocessing import convert_for_models
+from fedquilt.data.tables import TableDataset, is_table
 from fedquilt.errors import DataError
 from fedquilt.learning.batch import Batch, split_item
 from fedquilt.structure.tensors import find_tensors, map_tensors
 
+CHECKED_CELLS = 2**24  # that are looked at in one go
 CollateFn: TypeAlias = Callable[[list[Any]], Any]
 
 
@@ -27,9 +30,10 @@ def to_examples(
     """Converts data to examples that batches can be drawn from.
 
     Takes ``ClientData``, a pair (inputs, targets) of tensors or numpy arrays, each of which may be
-    a tuple or dict of several, a dict with its targets in it, a TensorDataset, or any map-style
-    torch Dataset. uint8 images become floats in [0, 1], numpy float64 becomes float32, and smaller
-    integers become int64. Nothing is normalized.
+    a tuple or dict of several, a dict with its targets in it, a TensorDataset, any map-style
+    torch Dataset, or a ``datasets.Dataset`` of Hugging Face. Files that numpy has mapped into
+    memory are not copied, unless they are float64. uint8 images become floats in [0, 1], numpy
+    float64 becomes float32, and smaller integers become int64. Nothing is normalized.
 
     Args:
         data: The data.
@@ -57,6 +61,8 @@ def to_examples(
             )
         batch = split_item(data, target)
         return _convert_pair(*batch, target_name=batch.target_name)
+    if is_table(data):
+        data = TableDataset(data, target)
     if isinstance(data, torch_data.Dataset) and not isinstance(data, torch_data.IterableDataset):
         return DatasetExamples(data, collate_fn=collate_fn, target=target)
     raise DataError(_describe_refusal(data))
@@ -280,13 +286,21 @@ def _convert_array(array: npt.NDArray[np.generic]) -> Tensor:
             "uint8, int64 or float"
         )
     # numpy makes float64 unasked; models are float32
-    return torch.as_tensor(array.astype(np.float32) if array.dtype == np.float64 else array)
+    array = array.astype(np.float32) if array.dtype == np.float64 else array
+    with warnings.catch_warnings():  # a file that is mapped for reading: nothing writes to it
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.as_tensor(array)
 
 
 def require_finite(inputs: Tensor, name: str) -> None:
     """Checks that floats have no NaN and no infinity."""
-    if inputs.is_floating_point() and not inputs.isfinite().all():
-        bad = int((~inputs.isfinite()).sum())
+    if not inputs.is_floating_point():
+        return
+    # in parts: a file that is mapped may be larger than memory
+    rows = max(1, CHECKED_CELLS // max(1, inputs[:1].numel())) if inputs.ndim else 1
+    parts = inputs.split(rows) if inputs.ndim else (inputs,)
+    bad = sum(int((~part.isfinite()).sum()) for part in parts)
+    if bad:
         raise DataError(
             f"{name} must be finite numbers, got {bad} NaN or infinite of {inputs.numel()}; "
             "replace or drop those examples"

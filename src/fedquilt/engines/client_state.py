@@ -19,6 +19,7 @@ class ClientStateStore:
         self.versions: dict[int, int] = {}
         self._after: dict[int, int] = {}  # versions that new ones come after
         self._synced: set[Path] = set()
+        self._replaced: set[tuple[int, int]] | None = None  # since ``remove_unused``; None: any
 
     def path(self, client: int, version: int) -> Path:
         """The file of a version of a client's state."""
@@ -35,6 +36,8 @@ class ClientStateStore:
 
     def advance(self, client: int) -> None:
         """Makes the next state, which has been written, the current one."""
+        if self._replaced is not None and client in self.versions:
+            self._replaced.add((client, self.versions[client]))
         self.versions[client] = self._next_version(client)
 
     def _next_version(self, client: int) -> int:
@@ -50,6 +53,7 @@ class ClientStateStore:
         for client, version in versions.items():
             read_sealed(self.path(client, version))
         self.versions, self._after = dict(versions), dict(after)
+        self._replaced = None
 
     def sync(self, versions: Mapping[int, int]) -> None:
         """Waits until the files of these versions are on the disk."""
@@ -62,7 +66,20 @@ class ClientStateStore:
         self._synced = existing
 
     def remove_unused(self, *used: Mapping[int, int]) -> None:
-        """Removes the files of versions that none of the given ones uses."""
+        """Removes the files of versions that none of the given ones uses.
+
+        The first time, and after a ``restore``, it looks at all files; else only at those of
+        versions that were replaced since, so that a round does not take time for every client.
+        """
+        if self._replaced is not None and self.versions:
+            unused = {(c, v) for c, v in self._replaced if all(u.get(c) != v for u in used)}
+            for client, version in unused:
+                self.path(client, version).unlink(missing_ok=True)
+            self._replaced -= unused
+            return
+        self._replaced = {(c, v) for versions in used for c, v in versions.items()} - {
+            *self.versions.items()
+        }
         wanted = {self.path(c, v) for versions in used for c, v in versions.items()}
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path not in wanted:  # also what was left by a process killed while it wrote

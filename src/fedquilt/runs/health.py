@@ -31,6 +31,7 @@ OFTEN = 3  # failures of a client
 SHARE = 0.25  # of all answers that are missing, above which a run is ill
 VALUES = ("", "user_", "personal_")  # of accuracy; one is enough
 NAMED = 3  # clients in one sentence
+ODD_SCALES = "odd_scales"  # of a record long ago, instead of all scales
 
 
 @dataclass(frozen=True)
@@ -175,13 +176,8 @@ def _find_odd_data(records: Sequence[Record]) -> Iterable[Finding]:
     """
     most: dict[int, float] = {}
     for record in records:
-        scales = {int(client): scale for client, scale in record.get("scales", {}).items()}
-        odd = _find_far_above(scales, ODD_DATA, least=0.0)
-        if odd:
-            usual = median(scale for client, scale in scales.items() if client not in odd)
-            for client in odd:
-                times = scales[client] / usual if usual else math.inf
-                most[client] = max(times, most.get(client, 0.0))
+        for client, times in _measure_odd_scales(record).items():
+            most[client] = max(times, most.get(client, 0.0))
     clients = tuple(sorted(most, key=lambda client: -most[client]))
     if clients:
         yield Finding(
@@ -191,6 +187,38 @@ def _find_odd_data(records: Sequence[Record]) -> Iterable[Finding]:
             "those of others; look at the scale of its inputs: averaging them spoils the model",
             clients,
         )
+
+
+def _measure_odd_scales(record: Record) -> dict[int, float]:
+    """Clients whose statistics are far above those of others, and how many times."""
+    if ODD_SCALES in record:
+        known: dict[int, float] = record[ODD_SCALES]
+        return known
+    scales = {int(client): scale for client, scale in record.get("scales", {}).items()}
+    odd = _find_far_above(scales, ODD_DATA, least=0.0)
+    if not odd:
+        return {}
+    usual = median(scale for client, scale in scales.items() if client not in odd)
+    return {client: scales[client] / usual if usual else math.inf for client in odd}
+
+
+def add_to_history(history: list[Record], record: Record) -> None:
+    """Adds a record to those that ``find_problems`` looks at, which stay few.
+
+    Of evaluations the last one stays. Of a round long ago its loss stays, and what was odd in it,
+    so that a run of many thousand rounds does not need more memory than one of a hundred.
+
+    Args:
+        history: The records so far; it is changed.
+        record: The next one.
+    """
+    if "scores" in record:
+        history[:] = [known for known in history if "scores" not in known]
+    history.append(record)
+    old = len(history) - 2 * RECENT
+    if old >= 0 and "scores" not in history[old]:
+        kept = {name: history[old][name] for name in ("round", "phase", "loss")}
+        history[old] = {**kept, ODD_SCALES: _measure_odd_scales(history[old])}
 
 
 def _find_failing(rounds: Sequence[Record]) -> Iterable[Finding]:

@@ -38,7 +38,7 @@ from fedquilt.runs.events import (
     combine_callbacks,
 )
 from fedquilt.runs.exchange import RoundPlan, make_exchange
-from fedquilt.runs.health import Finding, Record, find_problems
+from fedquilt.runs.health import Finding, Record, add_to_history, find_problems
 from fedquilt.runs.phases import count_rounds, find_phase, require_same_rounds
 from fedquilt.runs.policies import Cadence, FaultPolicy
 from fedquilt.runs.privacy import PrivateRounds, require_same_privacy
@@ -381,7 +381,8 @@ class TrainingLoop:
         Everything later is removed from the directory.
         """
         position = self._saved.find_position(self._require_same)
-        self._history.extend(self._saved.read_records())
+        for record in self._saved.read_records():
+            add_to_history(self._history, record)
         if position is None:
             return self.start()
         done = position.checkpoint
@@ -408,6 +409,6 @@ class TrainingLoop:
         self._notify(event)
         record = encode_event(event, self.setup.structure)
         timing = {"round": event.round, "event": type(event).__name__, "seconds": event.seconds}
-        self._history.append(expand_record(record))
+        add_to_history(self._history, expand_record(record))
         if not self._saved.add_record(record, timing) and isinstance(event, RoundDone):
             self._clients.append(event.clients)

@@ -45,6 +45,7 @@ class SavedRun:
         self._engine, self._notify = engine, notify
         self._records = None if directory is None else Records(directory)
         self._states = None if directory is None else directory.client_states
+        self._stored: dict[Path, list[dict[int, int]]] = {}  # what checkpoints need of clients
 
     def add_record(self, record: Mapping[str, Any], timing: Mapping[str, Any]) -> bool:
         """Writes a record; whether there is a directory to write it to."""
@@ -70,6 +71,7 @@ class SavedRun:
                 f"({problem}); make room and resume"
             ) from problem
         path = checkpoint.save_checkpoint(self._directory.checkpoints, done, self._fingerprint)
+        self._stored.pop(path, None)
         self._notify(CheckpointSaved(done.state.round, path))
 
     def remove_old_states(self, done: Checkpoint) -> None:
@@ -81,8 +83,10 @@ class SavedRun:
         """The versions of clients' states that are needed: now, and by checkpoints."""
         directory = self._directory
         saved = [] if directory is None else checkpoint.list_checkpoints(directory.checkpoints)
-        stored = (versions for path in saved for versions in checkpoint.list_client_versions(path))
-        return [*self._list_versions(done), *stored]
+        self._stored = {
+            path: self._stored.get(path) or checkpoint.list_client_versions(path) for path in saved
+        }
+        return [*self._list_versions(done), *(v for some in self._stored.values() for v in some)]
 
     @staticmethod
     def _list_versions(done: Checkpoint) -> list[Mapping[int, int]]:
