@@ -122,6 +122,8 @@ class Population:
         ids = self.registry.numbers
         if not remote and isinstance(owners, ClientNumbers) and owners.is_same_range(ids):
             return ids
+        if not remote and not len(owners):
+            return ClientNumbers(range(0))
         known = np.union1d(np.asarray(owners, np.int64), np.array(sorted(remote), np.int64))
         return ClientNumbers(known[np.isin(known, np.asarray(ids))])
 

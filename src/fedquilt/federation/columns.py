@@ -8,7 +8,7 @@ of a client, they are found when they are asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
@@ -79,14 +79,14 @@ class CodedColumn(Column[H]):
     @classmethod
     def repeat(cls, value: H, count: int) -> CodedColumn[H]:
         """The column with one value in every row."""
-        return cls((value,), np.broadcast_to(np.zeros((), np.int64), (count,)))
+        return BlockColumn((value,), np.zeros(1, np.int64), np.array([0, count]))
 
     @classmethod
     def blocks(cls, pairs: Iterable[tuple[H, int]]) -> CodedColumn[H]:
         """The column of values that are repeated, each as often as it says."""
         values, counts = zip(*pairs, strict=True)
         whole = cls.of(values)
-        return cls(whole.values, np.repeat(whole.codes, counts))
+        return BlockColumn(whole.values, whole.codes, np.cumsum([0, *counts]))
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -121,6 +121,60 @@ class CodedColumn(Column[H]):
     def select(self, rows: Integers) -> CodedColumn[H]:
         """Some of the rows."""
         return CodedColumn(self.values, self.codes[rows])
+
+
+class BlockColumn(CodedColumn[H]):
+    """A coded column whose rows come in blocks of one value: nothing is kept for each row.
+
+    Args:
+        values: The distinct values.
+        block_codes: For each block the number of its value.
+        starts: Where each block starts, and where the last one ends.
+
+    >>> column = CodedColumn.blocks([("a", 2), ("b", 3)])
+    >>> list(column), column.counts
+    (['a', 'a', 'b', 'b', 'b'], {'a': 2, 'b': 3})
+    """
+
+    def __init__(self, values: Sequence[H], block_codes: Integers, starts: Integers) -> None:
+        self.values, self.block_codes, self.starts = tuple(values), block_codes, starts
+
+    @cached_property
+    def codes(self) -> Integers:  # type: ignore[override]
+        """For each row the number of its value."""
+        return np.repeat(self.block_codes, np.diff(self.starts))
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def _get(self, row: int) -> H:
+        block = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return self.values[int(self.block_codes[block])]
+
+    @property
+    def counts(self) -> dict[H, int]:
+        """How many rows have each value, for those that any has; in the order of ``values``."""
+        sizes = np.diff(self.starts)
+        found = np.bincount(self.block_codes, weights=sizes, minlength=len(self.values))
+        pairs = zip(self.values, found.astype(np.int64).tolist(), strict=True)
+        return {value: count for value, count in pairs if count}
+
+    @property
+    def first_rows(self) -> list[int]:
+        """The first row of each value that there is, in order."""
+        filled = np.flatnonzero(np.diff(self.starts) > 0)
+        _, blocks = np.unique(self.block_codes[filled], return_index=True)
+        return sorted(self.starts[filled[blocks]].tolist())
+
+    def map(self, function: Callable[[H], Other]) -> CodedColumn[Other]:
+        """The column with other values, which depend on the present ones only."""
+        used = self.counts
+        mapped = CodedColumn.of([function(v) if v in used else None for v in self.values])
+        return BlockColumn(
+            mapped.values,  # type: ignore[arg-type]
+            mapped.codes[self.block_codes],
+            self.starts,
+        )
 
 
 class RaggedColumn(Column[Integers]):

@@ -15,6 +15,7 @@ import numpy as np
 
 from fedquilt.federation.client import Client
 from fedquilt.federation.columns import (
+    BlockColumn,
     ClientNumbers,
     CodedColumn,
     Column,
@@ -209,7 +210,9 @@ class ClientRegistry(Column[Client]):
 
 def _list_parts(column: Sequence[object]) -> Iterator[bytes]:
     """What a column is made of, as bytes."""
-    if isinstance(column, CodedColumn):
+    if isinstance(column, BlockColumn):
+        yield repr((column.values, column.block_codes.tolist(), column.starts.tolist())).encode()
+    elif isinstance(column, CodedColumn):
         yield repr(column.values).encode()
         yield np.ascontiguousarray(column.codes, np.int64).tobytes()
     elif isinstance(column, LabelColumn):
@@ -217,6 +220,8 @@ def _list_parts(column: Sequence[object]) -> Iterator[bytes]:
         yield np.ascontiguousarray(column.rows.starts, np.int64).tobytes()
     elif isinstance(column, ComputedColumn):
         yield f"{len(column)} of {column.source}".encode()
+    elif isinstance(column, np.ndarray) and column.strides == (0,):  # one number for all
+        yield repr((len(column), column[:1].tolist())).encode()
     elif isinstance(column, np.ndarray):
         yield np.ascontiguousarray(column, np.int64).tobytes()
     else:
