@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 
 from fedquilt.data.client_sets import LazyData
 from fedquilt.data.population import Population
+from fedquilt.federation.chosen import ChosenSubnets
 from fedquilt.federation.client import SERVER, Client
 from fedquilt.federation.columns import (
     ClientNumbers,
@@ -22,6 +24,7 @@ from fedquilt.federation.registry import ClientRegistry
 from fedquilt.federation.state import sample_cohort
 from fedquilt.runs.policies import Cadence
 from fedquilt.structure.budget import Budget
+from fedquilt.structure.subnet import Subnet
 
 RUN = ("apfl", "heterofl", "pfedme", "splitmix local")  # the others are compared in their plans
 
@@ -114,3 +117,17 @@ def test_clients_of_a_registry_are_those_it_was_made_of():
     assert registry.label_set == {0, 1}
     assert list(registry.find_with(lambda budget: budget.width < 1)) == [3]
     assert [client.id for client in registry.select((7, 9))] == [7]
+
+
+def test_chosen_subnets_are_the_same_after_they_are_written_and_read():
+    whole, half, own = Subnet(), Subnet((("hidden", 2),)), Subnet((("hidden", 1),))
+    by_budget = {Budget(): whole, Budget(0.5): half}
+    for ids in (range(5), [2, 3, 5, 7, 11]):
+        clients = [Client(id, 3, budget=Budget((1.0, 0.5)[i // 2 % 2])) for i, id in enumerate(ids)]
+        registry = replace(ClientRegistry.of(clients), ids=ids)
+        chosen = ChosenSubnets(registry, by_budget, {ids[1]: own})
+        document = json.loads(json.dumps(chosen.encode()))
+        assert dict(ChosenSubnets.decode(document)) == dict(chosen)
+        assert list(dict(chosen).values()) == [whole, own, half, half, whole]
+    many = ClientRegistry.of_numbers(range(10**6))
+    assert len(json.dumps(ChosenSubnets(many, {Budget(): whole}).encode())) < 1000

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from fedquilt.federation.columns import CodedColumn
+import numpy as np
+
+from fedquilt.federation.columns import BlockColumn, CodedColumn
 from fedquilt.federation.registry import ClientRegistry
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.subnet import Subnet
@@ -33,6 +36,45 @@ class ChosenSubnets(Mapping[int, Subnet]):
     ) -> None:
         self._registry, self._own = registry, own
         self._column: CodedColumn[Subnet] = registry.budgets.map(by_budget.__getitem__)
+
+    def encode(self) -> dict[str, Any]:
+        """As a JSON object: what clients share is there once, and where it changes."""
+        own = {client: subnet for client, subnet in self._own.items() if client in self}
+        return {
+            "ids": None if isinstance(self._registry.ids, range) else [*self._registry.by_id],
+            "count": len(self),
+            "subnets": [subnet.encode().decode() for subnet in self._column.values],
+            "blocks": self._list_blocks(),
+            "own": {str(client): subnet.encode().decode() for client, subnet in own.items()},
+        }
+
+    def _list_blocks(self) -> list[tuple[int, int]]:
+        """Where neighbours begin to have another subnet, and which."""
+        column = self._column
+        if isinstance(column, BlockColumn):
+            pairs = zip(column.starts.tolist(), column.block_codes.tolist(), strict=False)
+            return [*pairs]
+        starts = [0, *(np.flatnonzero(np.diff(column.codes)) + 1).tolist()]
+        return [(start, int(column.codes[start])) for start in starts[: len(column)]]
+
+    @staticmethod
+    def decode(document: Mapping[str, Any]) -> Mapping[int, Subnet]:
+        """The subnets in a JSON object, of ``encode`` or one entry for each client."""
+        if "blocks" not in document:
+            return {int(c): Subnet.decode(text.encode()) for c, text in document.items()}
+        subnets = [Subnet.decode(text.encode()) for text in document["subnets"]]
+        ids, count = document["ids"], document["count"]
+        starts = [*(start for start, _ in document["blocks"]), count]
+        shared = BlockColumn(
+            subnets,
+            np.array([code for _, code in document["blocks"]], np.int64),
+            np.array(starts, np.int64),
+        )
+        chosen = ChosenSubnets.__new__(ChosenSubnets)
+        chosen._registry = ClientRegistry.of_numbers(range(count) if ids is None else ids)
+        chosen._own = {int(c): Subnet.decode(t.encode()) for c, t in document["own"].items()}
+        chosen._column = shared
+        return chosen
 
     def __len__(self) -> int:
         return len(self._registry)

@@ -70,6 +70,14 @@ class ClientRegistry(Column[Client]):
             [client.num_tests for client in clients],
         )
 
+    @classmethod
+    def of_numbers(cls, ids: Sequence[int]) -> ClientRegistry:
+        """The registry of clients of which nothing but their numbers is known."""
+        count = len(ids)
+        nothing = CodedColumn.repeat("", count)
+        whole = CodedColumn.repeat(Budget(), count)
+        return cls(ids, (), (), whole, nothing, ()).without_data()
+
     def __len__(self) -> int:
         return len(self.ids)
 

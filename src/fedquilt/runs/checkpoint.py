@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.errors import CheckpointError, CorruptFileError
+from fedquilt.federation.chosen import ChosenSubnets
 from fedquilt.federation.state import State
 from fedquilt.files import fsync, read_document, read_tensors, write_document, write_tensors
 from fedquilt.runs.directory import FORMAT_VERSION
@@ -81,7 +82,7 @@ def _write_state(
         "phase": state.phase,
         "method_state": state.method_state,
         "client_versions": {str(c): v for c, v in client_versions.items()},
-        "chosen_subnets": {str(c): s.encode().decode() for c, s in state.chosen_subnets.items()},
+        "chosen_subnets": _encode_chosen(state.chosen_subnets),
         "sha256": write_tensors(folder / f"{prefix}{PARAMS_FILE}", state.params),
     }
     if state.server_tensors:
@@ -89,11 +90,18 @@ def _write_state(
     return document
 
 
+def _encode_chosen(chosen: Mapping[int, Subnet]) -> dict[str, Any]:
+    """The subnets of clients; where all have one, those that they share are written once."""
+    if isinstance(chosen, ChosenSubnets):
+        return chosen.encode()
+    return {str(client): subnet.encode().decode() for client, subnet in chosen.items()}
+
+
 def _read_state(folder: Path, document: Mapping[str, Any], prefix: str = "") -> State:
     params = read_tensors(folder / f"{prefix}{PARAMS_FILE}", document["sha256"])
     digest = document.get("server")  # few methods keep tensors on the server
     server = {} if digest is None else read_tensors(folder / f"{prefix}{SERVER_FILE}", digest)
-    chosen = {int(c): Subnet.decode(s.encode()) for c, s in document["chosen_subnets"].items()}
+    chosen = ChosenSubnets.decode(document["chosen_subnets"])
     return State(
         document["round"], document["phase"], params, document["method_state"], server, chosen
     )
