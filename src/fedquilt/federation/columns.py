@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
+BLOCK = 50_000  # rows that are looked at in one go
 Integers = npt.NDArray[np.int64]
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
@@ -235,13 +236,19 @@ class LabelColumn(Column[tuple[int, ...]]):
     @classmethod
     def count_in(cls, rows: RaggedColumn, labels: Integers) -> LabelColumn:
         """The labels that occur in each row, where a row has the numbers of labelled examples."""
-        owners = np.repeat(np.arange(len(rows)), rows.sizes)
-        found = labels[rows.flat]
-        low = int(found.min(initial=0))
-        span = int(found.max(initial=0)) - low + 1
-        pairs = np.unique(owners * span + (found - low))
-        starts = np.searchsorted(pairs // span, np.arange(len(rows) + 1))
-        return cls(RaggedColumn(pairs % span + low, starts))
+        low = int(labels.min(initial=0))
+        span = int(labels.max(initial=0)) - low + 1
+        parts, sizes = [], []
+        for first in range(0, len(rows), BLOCK):  # not all at once, for the sake of memory
+            last = min(first + BLOCK, len(rows))
+            flat = rows.flat[rows.starts[first] : rows.starts[last]]
+            owners = np.repeat(np.arange(last - first), np.diff(rows.starts[first : last + 1]))
+            pairs = np.unique(owners * span + (labels[flat] - low))
+            parts.append(pairs % span + low)
+            sizes.append(np.bincount(pairs // span, minlength=last - first))
+        none = np.zeros(0, np.int64)
+        starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]))
+        return cls(RaggedColumn(np.concatenate([none, *parts]), starts))
 
     def __len__(self) -> int:
         return len(self.rows)
