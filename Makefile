@@ -4,7 +4,7 @@ AXE_VERSION := 4.14.0
 # one thread in each process; compiled tests are kept, also where the environment says not to
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test docs docs-links pictures test-docs test-federation test-browser test-device lint types bench clean
+.PHONY: demo test docs docs-links pictures test-docs test-federation test-browser test-device lint types types-platforms bench clean
 
 demo: .venv/demo  ## train on the embedded digits over clients of five sizes
 	$(BIN)/fedquilt train
@@ -50,6 +50,10 @@ lint: .venv/test
 
 types: .venv/test
 	$(BIN)/mypy
+
+types-platforms: .venv/test  ## types as they are on macOS and Windows
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32 src
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin src
 
 bench: .venv/test  ## speed and memory, against a bare PyTorch loop
 	$(BIN)/python benchmarks/engine.py

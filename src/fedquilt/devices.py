@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -159,6 +160,8 @@ def _get_free_host_memory() -> float:
                     return int(line.split()[1]) * 1024
     except OSError:
         pass
+    if sys.platform == "win32":
+        return math.inf
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -147,8 +147,10 @@ def remove_partial_files(folder: Path) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Waits until a file or folder is on the disk; Windows opens no folders."""
+    if sys.platform == "win32" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

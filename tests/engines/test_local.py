@@ -453,18 +453,20 @@ def test_long_messages_go_another_way_and_leave_no_files(engine, undisturbed, pl
     made = engine(2)
     assert bits(list(made.run(tasks(Drift())))) == undisturbed
     next(made.run(tasks(Drift())))
-    assert [p.name for p in places[0].glob("fedquilt-*/*")] == ["lock"]
+    assert not list(places[0].glob("fedquilt-*/*"))
 
 
-def test_folders_of_engines_killed_as_they_began_are_removed_in_time(engine, places):
-    """A moment later they would have been locked, so that only old ones are known to be left."""
-    new, old = (places[0] / name for name in (".fedquilt-new", ".fedquilt-old"))
-    for folder in (new, old):
-        folder.mkdir()
-    os.utime(old, (0, 0))
-    engine(0).close()
-    assert new.is_dir()
-    assert not old.exists()
+def test_what_killed_engines_left_is_removed_by_the_next_one(engine, places):
+    """Also by one that was killed before it had a folder; locks of others are not theirs."""
+    for place in places:
+        (place / "fedquilt-a").mkdir()
+        (place / "fedquilt-a" / "update-1").write_bytes(b"half")
+        for name in ("fedquilt-a.lock", "fedquilt-b.lock", "other.lock"):
+            (place / name).touch()
+    engine(1).close()
+    assert [[p.name for p in place.iterdir()] for place in places] == [["other.lock"]] * 2
+    for place in places:
+        (place / "other.lock").unlink()
 
 
 def test_a_worker_whose_sign_of_life_was_tidied_away_goes_on(engine, undisturbed, places):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from fedquilt.comparison.study import Candidate, MakeTrial, Study
 from fedquilt.comparison.trial import describe_data
 from fedquilt.comparison.variants import ALL
 from fedquilt.data.population import Population
+from fedquilt.engines.scratch import ScratchDirectory
 from fedquilt.errors import ConfigError
 from fedquilt.federation.state import Phase, Setup
 from fedquilt.files import hash_tensor
@@ -129,7 +129,7 @@ def compare(
         Candidate(name, _bind(name, method, subject, shared, rounds), is_named)
         for name, (method, is_named) in list_methods(methods).items()
     ]
-    with TemporaryDirectory() as scratch:
+    with ScratchDirectory() as scratch:
         store = TrialStore(scratch if out is None else out)
         study = Study(candidates, options, store, workers, callback, {"rounds": rounds})
         comparison = study.run()

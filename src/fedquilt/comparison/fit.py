@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from fedquilt.comparison.trial import Trial
+from fedquilt.engines.scratch import ScratchDirectory
 from fedquilt.errors import FedquiltError
 from fedquilt.runs.plan import start_run
 
@@ -27,8 +26,8 @@ class Fit:
 def check_fit(trial: Trial) -> Fit:
     """Asks the method: it prepares the model, and plans a first round with all clients."""
     try:
-        with TemporaryDirectory() as folder:
-            run = start_run(trial.plan(Path(folder) / "run"))
+        with ScratchDirectory() as folder:
+            run = start_run(trial.plan(folder / "run"))
         setup, method = run.setup, run.plan.method
         state = method.start(setup)
         first = next(phase for phase in method.phases(setup) if not phase.is_closing)

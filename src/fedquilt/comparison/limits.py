@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from fedquilt.comparison.results import TrialResult
 from fedquilt.comparison.trial import Trial
+from fedquilt.engines.scratch import ScratchDirectory
 from fedquilt.errors import ConfigError
 from fedquilt.federation.state import Setup
 from fedquilt.formatting import format_si
@@ -27,8 +26,8 @@ def find_rounds(trial: Trial, pilot: TrialResult, limits: Mapping[str, float]) -
         pilot: The result of one round with all clients: what a client spends in each phase.
         limits: What may be spent, by resource: ``bytes``, ``macs`` or ``seconds``.
     """
-    with TemporaryDirectory() as folder:
-        run = start_run(trial.plan(Path(folder) / "run"))
+    with ScratchDirectory() as folder:
+        run = start_run(trial.plan(folder / "run"))
     setup, method = run.setup, run.plan.method
 
     def is_within(rounds: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 def get_total_memory() -> int:
     """Gets the bytes of memory that this machine has."""
+    if sys.platform == "win32":
+        return UNKNOWN_MEMORY
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):

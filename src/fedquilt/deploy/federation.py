@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from fedquilt.deploy.flower_cli import SuperLinkConnection, find_executable, make_environment
 from fedquilt.deploy.flower_internals import SuperLinkClient, find_node_id
 from fedquilt.deploy.node_config import NodeConfig, Value
-from fedquilt.deploy.process import ManagedProcess
+from fedquilt.deploy.process import KILL, ManagedProcess
 from fedquilt.errors import ConfigError, FederationError
 from fedquilt.files import write_text
 from fedquilt.settings.toml import format_value
@@ -213,7 +213,7 @@ class Federation:
         self._processes[number].send_signal(signal_number)
         self._processes[number].terminate()
 
-    def restart_link(self, signal_number: signal.Signals = signal.SIGKILL) -> None:
+    def restart_link(self, signal_number: signal.Signals = KILL) -> None:
         """Stops the SuperLink, and starts it again with the same port and database."""
         if self._link is not None:
             self._link.send_signal(signal_number)

@@ -133,7 +133,7 @@ class SuperLinkConnection:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=lambda: exit_with_parent(parent),
+            preexec_fn=None if sys.platform == "win32" else lambda: exit_with_parent(parent),
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from fedquilt.deploy.federation import (
 )
 from fedquilt.deploy.flower_cli import SuperLinkConnection
 from fedquilt.deploy.node_config import NodeConfig
+from fedquilt.engines.scratch import ScratchDirectory
 from fedquilt.errors import ConfigError, FederationError, TrainingError
 from fedquilt.runs.checkpoint import count_saved_rounds
 from fedquilt.runs.directory import RunDirectory
@@ -150,10 +150,10 @@ def train_on_flower(
     own_folder = folder.resolve().with_name(f"{folder.resolve().name}.federation")
     resources = _make_simulation_config(config) if simulation else None
     with (
-        tempfile.TemporaryDirectory() as scratch,
+        ScratchDirectory() as scratch,
         _connect(federation, own_folder, config, simulation, on_output) as connection,
     ):
-        app = write_app(Path(scratch) / "quilt", config)
+        app = write_app(scratch / "quilt", config)
         try:
             connection.run(app, on_output, resources)
         except (FederationError, TrainingError) as problem:

@@ -20,6 +20,10 @@ from pathlib import Path
 from fedquilt.engines.processes import exit_with_parent
 
 MARKER = "FEDQUILT_PROCESS"  # the environment variable by which descendants are found
+if sys.platform == "win32":
+    KILL = signal.SIGTERM  # which ends a process at once there
+else:
+    KILL = signal.SIGKILL
 TIMEOUT = 10.0  # seconds between a polite signal and SIGKILL
 POLL_INTERVAL = 0.05  # seconds
 NUM_ERROR_LINES = 3  # lines of the log that an error quotes
@@ -47,7 +51,7 @@ class ManagedProcess:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=lambda: exit_with_parent(parent),
+                preexec_fn=None if sys.platform == "win32" else lambda: exit_with_parent(parent),
             )
 
     @property
@@ -106,13 +110,13 @@ class ManagedProcess:
             time.sleep(POLL_INTERVAL)
         while running:
             for pid in running:
-                _send_signal(pid, signal.SIGKILL)
+                _send_signal(pid, KILL)
             time.sleep(POLL_INTERVAL)
             running = self.list_processes()
         self._process.wait()
-        if sys.platform != "linux":
+        if sys.platform not in ("linux", "win32"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+                os.killpg(self.pid, KILL)
 
     def _has_marker(self, pid: int) -> bool:
         try:

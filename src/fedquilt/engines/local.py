@@ -8,7 +8,6 @@ process. Each process uses one thread, so the bits do not depend on the number o
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,7 +43,7 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
 
 Data = Mapping[str, Mapping[int, ClientData]]  # split -> client -> examples
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # of Linux; elsewhere files take its place
 
 
 class LocalEngine:
@@ -91,7 +90,7 @@ class LocalEngine:
         clients_per_pass: ClientsPerPass = 1,
     ) -> None:
         self.pass_sizes = PassSizes(clients_per_pass)
-        self._scratch = ScratchDirectory(Path(tempfile.gettempdir()))
+        self._scratch = ScratchDirectory()
         secrets = self._scratch.folder / "secrets"
         contexts: Sequence[ClientContext] = [
             ClientContext(model, structure, data, device, task, secrets=secrets)

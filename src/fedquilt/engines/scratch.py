@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
+from typing import IO
 
 from fedquilt.files import try_to_lock
 
-MAX_START_SECONDS = 3600.0  # after which a folder without a lock is abandoned
+PREFIX, LOCK = "fedquilt-", ".lock"
 
 
 class ScratchDirectory:
-    """A temporary folder in ``parent``, locked while its owner lives.
+    """A temporary folder in ``parent``, with a file beside it that is locked while its owner lives.
 
     The system releases the lock when the process dies, also if it is killed. The next scratch
-    directory in the same parent then removes the folder.
+    directory in the same parent then removes the folder. As a context it gives the folder.
 
     Args:
-        parent: Where to create the folder.
+        parent: Where to create the folder; None: where temporary files are.
     """
 
-    def __init__(self, parent: Path) -> None:
-        self._numbers = itertools.count(1)
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = Path(tempfile.gettempdir()) if parent is None else parent
         _remove_abandoned(parent)
-        hidden = Path(tempfile.mkdtemp(prefix=".fedquilt-", dir=parent))
-        self._lock = (hidden / "lock").open("w")
-        with contextlib.suppress(OSError):  # a file system without locks
-            try_to_lock(self._lock)
-        self.folder = hidden.with_name(hidden.name.removeprefix("."))
-        hidden.rename(self.folder)  # other processes look for this name, and find it locked
+        self._numbers = itertools.count(1)
+        self._lock_path, self._lock = _create_lock(parent)
+        self.folder = self._lock_path.with_suffix("")
+        self.folder.mkdir(mode=0o700)
 
     def make_path(self, prefix: str, suffix: str = "") -> Path:
         """A path in the folder that was not used before."""
@@ -45,16 +44,48 @@ class ScratchDirectory:
     def close(self) -> None:
         """Removes the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.close()
+        _remove_lock(self._lock_path, self._lock)
+
+    def __enter__(self) -> Path:
+        return self.folder
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _create_lock(parent: Path) -> tuple[Path, IO[str]]:
+    """A new locked file. Another process may lock it first, and remove it as abandoned."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=PREFIX, suffix=LOCK, dir=parent)
+        lock = os.fdopen(handle, "w")
+        try:
+            is_locked = try_to_lock(lock)
+        except OSError:  # a file system without locks
+            is_locked = True
+        if is_locked and Path(name).exists():
+            return Path(name), lock
+        lock.close()
 
 
 def _remove_abandoned(parent: Path) -> None:
     """Removes folders of processes that were killed: nothing holds their locks."""
-    for path in parent.glob("fedquilt-*"):
-        with contextlib.suppress(OSError), (path / "lock").open("r+") as lock:
-            if try_to_lock(lock):
-                shutil.rmtree(path, ignore_errors=True)
-    for path in parent.glob(".fedquilt-*"):  # killed before it was locked
+    for path in parent.glob(f"{PREFIX}*{LOCK}"):
         with contextlib.suppress(OSError):
-            if path.stat().st_mtime < time.time() - MAX_START_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
+            lock = path.open("r+")
+            try:
+                is_abandoned = try_to_lock(lock)
+            except OSError:
+                is_abandoned = False
+            if is_abandoned:
+                shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+                _remove_lock(path, lock)
+            lock.close()
+
+
+def _remove_lock(path: Path, lock: IO[str]) -> None:
+    """Removes a file while it is locked, or, where open files stay, as soon as it is closed."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+    lock.close()
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from fedquilt.engines.client_state import read_client_state, write_client_state
@@ -139,7 +140,9 @@ class Worker:
     def _start(self) -> None:
         self._method = choose_start_method(self.context.device)
         contexts = self._contexts.for_method(self._method)
-        self.pipe, theirs = Pipe()
+        ends: Any = Pipe()  # of another class on Windows
+        self.pipe: Connection = ends[0]
+        theirs: Connection = ends[1]
         self._pulse.touch()
         self._seen, self._silent, self._spent, self._looked = 0, 0.0, 0.0, time.monotonic()
         self._is_importing, self._started = self._method == "spawn", self._last_beat()
@@ -374,7 +377,10 @@ class _MappedParams:
 
     def read(self, path: Path) -> Params:
         if path != self._path:
-            with safe_open(path, framework="pt") as file:
-                self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if sys.platform == "win32":  # where a mapped file cannot be removed
+                self._tensors = load(path.read_bytes())
+            else:
+                with safe_open(path, framework="pt") as file:
+                    self._tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
             self._path = path
         return self._tensors

@@ -7,6 +7,7 @@ many small updates a second this is ten times quicker than a format that describ
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,11 +62,12 @@ def _write(file: int, parts: list[memoryview]) -> None:
 
 def read_flat(path: Path, slots: tuple[Slot, ...]) -> Mapping[str, Tensor]:
     """Reads tensors by mapping the file into memory; the file may then be removed."""
-    if sum(slot.num_bytes for slot in slots) >= max(MIN_MAPPED_BYTES, 1):
+    is_large = sum(slot.num_bytes for slot in slots) >= max(MIN_MAPPED_BYTES, 1)
+    if is_large and sys.platform != "win32":  # where an open file cannot be removed
         return MappedTensors(_OpenFile(path), {slot.name: slot for slot in slots})
     size = max((slot.start + slot.num_bytes for slot in slots), default=0)
     size += -size % ALIGNMENT
-    whole = torch.from_file(str(path), size=size, dtype=torch.uint8) if size else torch.empty(0)
+    whole = _map_file(path, size) if size else torch.empty(0, dtype=torch.uint8)
     views = {dtype: whole.view(dtype) for dtype in {slot.dtype for slot in slots}}
     tensors = {}
     for slot in slots:
@@ -73,6 +75,12 @@ def read_flat(path: Path, slots: tuple[Slot, ...]) -> Mapping[str, Tensor]:
         last = first + slot.num_bytes // slot.dtype.itemsize
         tensors[slot.name] = views[slot.dtype][first:last].view(slot.shape)
     return tensors
+
+
+def _map_file(path: Path, size: int) -> Tensor:
+    if sys.platform == "win32":  # where a mapped file cannot be removed
+        return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)[:size]
+    return torch.from_file(str(path), size=size, dtype=torch.uint8)
 
 
 class _OpenFile:

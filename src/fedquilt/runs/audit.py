@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 from fedquilt.data import ClientData, ConcatExamples, Dataset
 from fedquilt.data.population import Population
+from fedquilt.engines.scratch import ScratchDirectory
 from fedquilt.errors import ConfigError
 from fedquilt.evaluation.membership import (
     MembershipScore,
@@ -167,5 +166,5 @@ def _train_shadow(
         override_settings(config.model_dump(), {"seed": seed % 2**31, "run.evaluate_every": 0})
     )
     data = replace(source, train=pool.select(rows.sort().values))
-    with tempfile.TemporaryDirectory() as folder:
-        yield start_run(plan_run(own, data, Path(folder) / "shadow")).train()
+    with ScratchDirectory() as folder:
+        yield start_run(plan_run(own, data, folder / "shadow")).train()

@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import secrets
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,7 +104,7 @@ class FlowerEngine:
     ) -> None:
         server_data = {} if held_out is None else {SERVER: held_out}
         self._server_engine = LocalEngine(model, structure, {"test": server_data}, workers=0)
-        self._scratch = ScratchDirectory(Path(tempfile.gettempdir()))
+        self._scratch = ScratchDirectory()
         self._find_nodes, self._timeouts = find_nodes, timeouts or Timeouts()
         self._window = math.inf if window is None else window
         timeout, folder = self._timeouts.round, self._scratch.folder

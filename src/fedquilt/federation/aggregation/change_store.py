@@ -9,6 +9,7 @@ the number of updates.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -108,7 +109,12 @@ class ChangeStore:
 
 def _read_numbers(file: IO[bytes], offset: int, count: int, dtype: torch.dtype) -> Tensor:
     kind = np.float64 if dtype == torch.float64 else np.float32
-    data = os.pread(file.fileno(), count * kind().itemsize, offset)
+    size = count * kind().itemsize
+    if sys.platform == "win32":
+        file.seek(offset)
+        data = file.read(size)
+    else:
+        data = os.pread(file.fileno(), size, offset)
     return torch.from_numpy(np.frombuffer(data, kind).copy())
 
 
