@@ -1,6 +1,7 @@
 """What a secure sum costs a client and the server, in seconds and bytes, against a plain sum.
 
     python benchmarks/secure_aggregation.py [--clients 50] [--cells 1000000] [--dropouts 0.1]
+    python benchmarks/secure_aggregation.py --clients 500 --cells 100000 --neighbors 36
 
 One process and one thread do the work of everyone in turn; each step of each side is timed by the
 processor. Clients drop out after they have shared their secrets, before they send their vectors,
@@ -137,13 +138,15 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=1_000_000)
     parser.add_argument("--dropouts", type=float, default=0.1)
     parser.add_argument("--threshold", type=int, default=6)
-    parser.add_argument("--neighbors", type=int, default=16)
+    parser.add_argument("--neighbors", nargs="+", default=["all", "16"])
+    parser.add_argument("--rings", nargs="+", default=["equal", "mixed"])
     given = parser.parse_args()
     print(f"{given.clients} clients, {given.cells:,} cells, {given.dropouts:.0%} drop out")
     print("rings  neighbors  client s  server s  plain s  upload of a client, bytes, and overhead")
-    for kind in ("equal", "mixed"):
+    for kind in given.rings:
         rings, sizes = make_rings(kind, given.clients, given.cells)
-        for neighbors in (None, given.neighbors):
+        for word in given.neighbors:
+            neighbors = None if word == "all" else int(word)
             session = Session(
                 secrets.token_hex(16),
                 given.threshold,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score, roc_curve
 from torch import nn
 
@@ -12,9 +14,11 @@ import fedquilt as fq
 from fedquilt.data import to_examples
 from fedquilt.errors import ConfigError
 from fedquilt.evaluation.membership import (
+    bound_true_positives,
     compute_confidences,
     compute_likelihood_ratios,
     compute_losses,
+    describe_membership,
     measure_membership,
 )
 from fedquilt.runs.audit import audit_run
@@ -43,6 +47,34 @@ def test_an_interval_holds_the_true_value_about_as_often_as_it_says():
         score = measure_membership(draw.normal(0, 1, 60), draw.normal(0, 1, 60))
         held += score.auc_interval[0] <= 0.5 <= score.auc_interval[1]
     assert held >= 9
+
+
+def test_sentences_say_whether_an_attack_works_and_what_can_be_said():
+    draw = np.random.default_rng(0)
+    others = draw.normal(0, 1, 400)
+    said = {
+        shift: " ".join(describe_membership(measure_membership(others[:200] + shift, others[200:])))
+        for shift in (2.0, 0.0, -2.0)
+    }
+    assert "The attack works" in said[2.0]
+    assert "cannot be told from guessing" in said[0.0]
+    assert "worse than guessing" in said[-2.0]
+    few = measure_membership(others[:200], others[:20], unit="client")
+    assert "too few others (20) to say" in describe_membership(few)[1]
+
+
+@given(st.floats(0.01, 12), st.floats(0, 0.1), st.floats(0, 0.5), st.sampled_from([0.0, 0.3, 1.0]))
+def test_no_randomized_response_exceeds_what_is_promised(epsilon, delta, rate, mixing):
+    """The mechanism that tells the truth with e^ε / (1 + e^ε), and with δ all, meets the bound."""
+    truth = (1 - delta) * np.exp(epsilon) / (1 + np.exp(epsilon))
+    lie = (1 - delta) / (1 + np.exp(epsilon))
+    # an attack accuses who was given away, a part of those that answer 1, and a part of the rest
+    false = mixing * lie
+    true = delta + mixing * truth
+    assert true <= bound_true_positives(epsilon, delta, false) + 1e-12
+    if mixing == 1.0:
+        assert true == pytest.approx(bound_true_positives(epsilon, delta, false))
+    assert rate <= bound_true_positives(epsilon, delta, rate) <= 1
 
 
 def test_losses_are_cross_entropies():

@@ -45,6 +45,7 @@ def test_the_command_prints_a_table(run_folder):
     assert result.exit_code == 0, result.output
     assert "TPR at 1% FPR" in result.stdout
     assert "4 members" in result.stdout
+    assert "shown a client and another, it picks the client in" in " ".join(result.stdout.split())
 
 
 def test_lira_needs_two_shadow_runs(run_folder):

@@ -312,7 +312,7 @@ def test_rings_with_too_few_clients_keep_their_values_and_the_record_says_so(tmp
 def test_the_bytes_of_all_steps_are_counted():
     _, (secure,) = train("fedavg", rounds=1)
     _, (plain,) = train("fedavg", secure=None, rounds=1)
-    num_rings = 2  # of weights, and of the loss
+    num_rings = 1  # the loss is sent behind the weights
     per_client = 64 + 6 * (17 * (1 + num_rings) + 16) + 7 * 17 * num_rings
     integers = 4 * (2 + 3)  # behind the ring, and the loss
     counters = 8  # of batch normalization, which is no part of the sum

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,12 @@ from rich.table import Table
 from fedquilt.cli.console import make_console, print_json, print_lines
 from fedquilt.cli.options import AsJson, RunFolder, RunModel, Trust, Workers
 from fedquilt.errors import ConfigError
-from fedquilt.evaluation.membership import FALSE_POSITIVES, MembershipScore
+from fedquilt.evaluation.membership import (
+    FALSE_POSITIVES,
+    MembershipScore,
+    bound_true_positives,
+    describe_membership,
+)
 from fedquilt.runs.audit import MAX_EXAMPLES, audit_run, audit_with_shadows
 from fedquilt.runs.event_lines import describe_privacy
 from fedquilt.runs.from_config import load_clients, open_configured_run
@@ -99,12 +105,28 @@ def _show(run: Run, scores: list[MembershipScore], *, as_json: bool) -> None:
         table.add_row(name, *(_format(*pair) for pair in values), f"{guess:g}")
     console.print(table)
     first = scores[0]
+    for score in scores:
+        print_lines(console, *describe_membership(score))
     print_lines(
         console,
         f"{first.num_members} members, {first.num_others} others; in brackets 95 % confidence",
     )
     if run.info.privacy is not None:
-        print_lines(console, describe_privacy(run.info.privacy))
+        print_lines(
+            console, describe_privacy(run.info.privacy), _describe_promise(run.info.privacy)
+        )
+
+
+def _describe_promise(spent: Mapping[str, Any]) -> str:
+    """What ε says about every attack, in the measure of the table."""
+    protected = "examples" if spent["mechanism"] == "dp-sgd" else "clients"
+    if spent["epsilon"] is None:
+        return f"Without noise nothing is promised: another attack may find all {protected}."
+    most = bound_true_positives(spent["epsilon"], spent["delta"], FALSE_POSITIVES)
+    return (
+        f"ε promises that no attack finds more than {100 * most:.3g} of 100 {protected} "
+        f"when it accuses {100 * FALSE_POSITIVES:g} of 100 others wrongly."
+    )
 
 
 def _format(value: float, interval: tuple[float, float]) -> str:

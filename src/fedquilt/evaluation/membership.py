@@ -8,6 +8,7 @@ which compares the model with shadow models that were trained with and without t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,6 +106,55 @@ def measure_membership(
         len(members),
         len(others),
     )
+
+
+def describe_membership(score: MembershipScore) -> list[str]:
+    """What a score means, in two sentences for people who do not know the measures.
+
+    >>> scores = np.arange(200.0)
+    >>> describe_membership(measure_membership(scores + 1000, scores))[1]
+    'When it accuses 1 of 100 others wrongly, it finds 100 of 100 members (guessing: 1).'
+    """
+    low, high = score.auc_interval
+    if low > 0.5:
+        verdict = "The attack works"
+    elif high < 0.5:
+        verdict = "The attack does worse than guessing"
+    else:
+        verdict = "The attack cannot be told from guessing"
+    what = "client" if score.unit == "client" else "member"
+    picked, found = f"{100 * score.auc:.3g} of 100", f"{100 * score.tpr:.3g} of 100 {what}s"
+    rate = f"{100 * FALSE_POSITIVES:g} of 100 others"
+    lines = [
+        f"{verdict}: shown a {what} and another, it picks the {what} in {picked} cases "
+        "(guessing: 50)."
+    ]
+    if score.num_others * FALSE_POSITIVES >= 1:
+        guess = f"{100 * FALSE_POSITIVES:g}"
+        lines.append(f"When it accuses {rate} wrongly, it finds {found} (guessing: {guess}).")
+    else:
+        lines.append(
+            f"There are too few others ({score.num_others}) to say how many it finds when it "
+            f"accuses {rate} wrongly."
+        )
+    return lines
+
+
+def bound_true_positives(epsilon: float, delta: float, false_positives: float) -> float:
+    """The largest true-positive rate of any attack on what (ε, δ)-differential privacy protects.
+
+    Kairouz, Oh, Viswanath. "The Composition Theorem for Differential Privacy." ICML 2015, Eq. 2.
+
+    Args:
+        epsilon: ε.
+        delta: δ.
+        false_positives: The rate at which others are taken for members.
+
+    >>> round(bound_true_positives(1.0, 1e-5, 0.01), 4)
+    0.0272
+    """
+    grown = math.exp(min(epsilon, 700.0))
+    return min(grown * false_positives + delta, 1 - (1 - delta - false_positives) / grown, 1.0)
 
 
 def _rates(members: Numbers, others: Numbers) -> tuple[float, float, float]:

@@ -29,7 +29,12 @@ from fedquilt.federation.secure.client import (
     measure_shares,
     split_messages,
 )
-from fedquilt.federation.secure.encoding import NUM_REPORTED, decode_sums, make_report_quantizer
+from fedquilt.federation.secure.encoding import (
+    REPORT_SIZE,
+    decode_sums,
+    make_report_quantizer,
+    split_report,
+)
 from fedquilt.federation.secure.integers import Integers
 from fedquilt.federation.secure.quantization import NUM_EXTRA, Quantizer
 from fedquilt.federation.secure.server import OpenedSums, SecureServer
@@ -110,12 +115,19 @@ class SecureExchange:
         numbers = {client: rings.find_holding(own) for client, own in holdings.items()}
         everyone = tuple(sorted(numbers))
         clients = [tuple(c for c in everyone if numbers[c] in ring.holders) for ring in held]
+        sizes = [ring.num_cells + NUM_EXTRA for ring in held]
+        if everyone in clients:  # the losses go with a ring that all hold, and share its masks
+            report_ring = clients.index(everyone)
+            sizes[report_ring] += REPORT_SIZE
+        else:
+            report_ring = len(held)
+            clients, sizes = [*clients, everyone], [*sizes, REPORT_SIZE]
         session = Session(
             secrets.token_hex(ID_BYTES),
             self.settings.threshold,
             self.settings.neighbors,
-            (*clients, everyone),
-            (*(ring.num_cells + NUM_EXTRA for ring in held), NUM_REPORTED + NUM_EXTRA),
+            tuple(clients),
+            tuple(sizes),
             64 if is_closing else self.settings.bits,
         )
         by_id = self.setup.clients_by_id
@@ -125,7 +137,7 @@ class SecureExchange:
             settings = replace(settings, clip=STATISTICS_CLIP, bits=session.bits)
         quantizer = settings.make_quantizer(largest or 1.0, len(tasks))
         seeds = {c: derive_rounding_seed(self.setup, state, c) for c in everyone}
-        return _PlannedRound(tuple(tasks), rings, numbers, session, quantizer, seeds)
+        return _PlannedRound(tuple(tasks), rings, numbers, session, quantizer, seeds, report_ring)
 
     def _decode(
         self, planned: _PlannedRound, opened: OpenedSums, accounting: RoundAccounting
@@ -133,17 +145,17 @@ class SecureExchange:
         """What the opened sums say; ``accounting`` gets what is recorded about them."""
         counts = {ring: len(clients) for ring, clients in opened.clients.items()}
         totals = dict(opened.sums)
-        report = totals.pop(planned.report_ring, None)
-        if report is not None:
+        if planned.report_ring in totals:
+            own, report = split_report(totals.pop(planned.report_ring))
             self._report_loss(planned, report, accounting)
+            totals |= {planned.report_ring: own} if len(own) else {}
         sums, unusable = decode_sums(planned.quantizer, totals, counts)
         closed = {**opened.closed, **unusable}
-        closed.pop(planned.report_ring, None)
-        sizes = [ring.num_cells for ring in planned.rings]
+        sizes = [ring.num_cells for ring in planned.rings if ring.holders]
         accounting.secure = SecureRound(
             self.settings.threshold,
             sum(sizes[ring] for ring in sums),
-            tuple((sizes[ring], reason) for ring, reason in sorted(closed.items())),
+            tuple((sizes[r], reason) for r, reason in sorted(closed.items()) if r < len(sizes)),
             sum(part.num_clipped for part in sums.values()),
         )
         if not sums:
@@ -166,7 +178,8 @@ class SecureExchange:
 class _PlannedRound:
     """What a round is about: the method's tasks, and what each client is to send.
 
-    ``numbers`` are those of the clients' holdings in ``rings``, ``seeds`` of their rounding.
+    ``numbers`` are those of the clients' holdings in ``rings``, ``seeds`` of their rounding. Losses
+    are summed behind ``report_ring``.
     """
 
     tasks: tuple[Task, ...]
@@ -175,10 +188,7 @@ class _PlannedRound:
     session: Session
     quantizer: Quantizer
     seeds: Mapping[int, int]
-
-    @property
-    def report_ring(self) -> int:
-        return len(self.session.rings) - 1
+    report_ring: int
 
     def mask(self, task: Task, sharers: tuple[int, ...]) -> Task:
         """A task with a masked reply."""
@@ -192,6 +202,7 @@ class _PlannedRound:
             tuple((ring, session.sizes[ring]) for ring in session.list_rings(task.client)),
             self.quantizer,
             self.seeds[task.client],
+            self.report_ring,
         )
         return replace(task, recipe=recipe)
 

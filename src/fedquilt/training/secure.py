@@ -101,6 +101,7 @@ class MaskedReply:
         sizes: For each of its rings the number of the ring, and of its integers.
         quantizer: What makes integers of changes.
         seed: Of stochastic rounding.
+        report_ring: The ring behind which the training loss is sent; one that all clients hold.
     """
 
     recipe: Recipe
@@ -111,6 +112,7 @@ class MaskedReply:
     sizes: tuple[tuple[int, int], ...]
     quantizer: Quantizer
     seed: int
+    report_ring: int
 
     def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Does the work, and hides its update."""
@@ -128,17 +130,15 @@ class MaskedReply:
             weight=update.weight,
             seed=self.seed,
         )
-        vectors[self._report_ring] = encode_report(update.metrics.get(LOSS), self.quantizer)
+        report = encode_report(update.metrics.get(LOSS), self.quantizer)
+        own = vectors.get(self.report_ring)
+        vectors[self.report_ring] = report if own is None else np.concatenate([own, report])
         client = context.secrets.read(task.client, self.session)
         after, hidden = client.mask(self.sharers, vectors)
         context.secrets.write(after)
         code = pack_vectors(hidden)
         params = (code, *({} for _ in subnets[1:]))
         return replace(result, update=Update(task.client, subnets, params, 1.0, {}))
-
-    @property
-    def _report_ring(self) -> int:
-        return self.sizes[-1][0]
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be: integers for each ring."""

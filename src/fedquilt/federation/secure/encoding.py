@@ -12,12 +12,12 @@ from fedquilt.errors import ProtocolError, UpdateError
 from fedquilt.federation.client import client_label, derive_seed
 from fedquilt.federation.rings import Rings
 from fedquilt.federation.secure.integers import Integers
-from fedquilt.federation.secure.quantization import Quantizer, RingSum
+from fedquilt.federation.secure.quantization import NUM_EXTRA, Quantizer, RingSum
 from fedquilt.structure.cut import Params
 from fedquilt.structure.subnet import Subnet
 
 MAX_LOSS = 100.0  # the largest training loss that is summed as such
-NUM_REPORTED = 1  # numbers behind the rings: the training loss
+REPORT_SIZE = 1 + NUM_EXTRA  # integers of a report: the training loss, and what comes with a ring
 
 
 def encode_change(
@@ -71,6 +71,11 @@ def encode_report(loss: float | None, quantizer: Quantizer) -> Integers:
     return make_report_quantizer(quantizer).encode(
         np.array([loss if is_known else 0.0], float), float(is_known), seed=0
     )
+
+
+def split_report(total: Integers) -> tuple[Integers, Integers]:
+    """The sum of a ring without the reports behind it, and the sum of the reports."""
+    return total[:-REPORT_SIZE], total[-REPORT_SIZE:]
 
 
 def decode_sums(
