@@ -28,11 +28,11 @@ CLIENTS, FRACTION, DELTA = 1000, 0.1, 1e-4
 SEARCH_SEED = 100
 EPSILONS = (1.0, 4.0, 8.0, None, "none")  # None: clipped, without noise; "none": neither
 TRIED: dict[Any, tuple[tuple[float | None, float], ...]] = {  # clipping norms and learning rates
-    1.0: ((0.1, 0.2), (0.2, 0.2), (0.4, 0.2)),
-    4.0: ((0.2, 0.2), (0.4, 0.2), (0.8, 0.2)),
-    8.0: ((0.2, 0.2), (0.4, 0.2), (0.8, 0.2)),
-    None: ((0.8, 0.2), (1.6, 0.2)),
-    "none": ((None, 0.1), (None, 0.2), (None, 0.4)),
+    1.0: ((0.1, 0.2), (0.2, 0.2), (0.4, 0.2), (0.2, 0.4)),
+    4.0: ((0.2, 0.2), (0.4, 0.2), (0.8, 0.2), (0.4, 0.4)),
+    8.0: ((0.2, 0.2), (0.4, 0.2), (0.8, 0.2), (0.4, 0.4)),
+    None: ((0.8, 0.2), (1.6, 0.2), (0.8, 0.4), (1.6, 0.4)),
+    "none": ((None, 0.1), (None, 0.2), (None, 0.4), (None, 0.8)),
 }
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "heterofl": (fq.HeteroFL, {}),
