@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import write_comparison  # noqa: E402
+import write_defences  # noqa: E402
 
 
 @pytest.mark.parametrize("page", write_comparison.PAGES)
@@ -28,3 +29,9 @@ def test_results_name_how_they_were_measured_and_no_machine(name, path):
     assert (ROOT / about["file"]).is_file()
     assert about["seeds"]
     assert about["made_by"]["commit"]
+
+
+def test_tables_of_privacy_and_hostile_clients_are_those_of_the_stored_runs():
+    text = write_defences.PAGE.read_text()
+    assert {match[2] for match in write_defences.BLOCK.finditer(text)} == {*write_defences.WRITERS}
+    assert write_defences.update_page(text) == text, "run python tools/write_defences.py"
