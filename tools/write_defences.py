@@ -9,6 +9,7 @@ To store runs, give what a benchmark wrote, and the commit that it was run at:
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -68,8 +69,13 @@ def write_privacy(runs: Sequence[Run]) -> str:
 
 
 def write_hostile(runs: Sequence[Run]) -> str:
-    """Two tables for each method: a row for each rule, a column for each attack."""
+    """Two tables for each method: a row for each rule, a column for each attack.
+
+    A column is over the seeds that all of its rules have.
+    """
     tables = []
+    runs, short = _drop_incomplete(runs)
+    notes = [f"{method} under {attack} without seed {seed}" for method, attack, seed in short]
     for method in dict.fromkeys(run["method"] for run in runs):
         own = [run for run in runs if run["method"] == method]
         attacks = list(dict.fromkeys(run["attack"] for run in own))
@@ -87,7 +93,20 @@ def write_hostile(runs: Sequence[Run]) -> str:
                 extra = [success] if has_success else []
                 rows.append([rule, *(_format_mean(values) for values in [*by_attack, *extra])])
             tables.append(_join(rows))
-    return "\n\n".join(tables)
+    missing = [f"Not all rules were run: {'; '.join(notes)}."] if notes else []
+    return "\n\n".join([*tables, *missing])
+
+
+def _drop_incomplete(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[str, str, int]]]:
+    """The runs whose attack and seed all rules have, and the attacks and seeds that some lack."""
+    rules = {run["rule"] for run in runs}
+    keys = itertools.product(
+        *(dict.fromkeys(run[key] for run in runs) for key in ("method", "attack", "seed"))
+    )
+    known = {(run["method"], run["attack"], run["seed"], run["rule"]) for run in runs}
+    short = [key for key in keys if any((*key, rule) not in known for rule in rules)]
+    left = [run for run in runs if (run["method"], run["attack"], run["seed"]) not in short]
+    return left, short
 
 
 def _format(values: Sequence[float]) -> str:
