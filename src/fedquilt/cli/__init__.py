@@ -14,7 +14,10 @@ from fedquilt.cli import (
     compare,
     cost,
     customize,
+    doctor,
     evaluate,
+    init,
+    list_names,
     report,
     reproduce,
     schema,
@@ -29,7 +32,7 @@ from fedquilt.cli.wording import speak_options
 from fedquilt.errors import FedquiltError
 
 UsageError: Any = typer.BadParameter.__base__  # click's, or that of the copy which typer has
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -76,6 +79,7 @@ def about(
 
 
 for module, command in (
+    (init, init.init),
     (train, train.train),
     (compare, compare.compare),
     (reproduce, reproduce.reproduce),
@@ -87,6 +91,9 @@ for module, command in (
     (serve, serve.serve),
     (watch, watch.watch),
     (up, up.up),
+    (list_names, list_names.list_names),
+    (doctor, doctor.doctor),
     (schema, schema.schema),
 ):
-    app.command(epilog=f"Example: {module.EXAMPLE}")(takes_log_level(command))
+    name = module.EXAMPLE.split()[1]
+    app.command(name, epilog=f"Example: {module.EXAMPLE}")(takes_log_level(command))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from fedquilt.cli.options import (
     drop_unset,
     parse_assignments,
 )
+from fedquilt.cli.program import write_command
 from fedquilt.cli.setting_options import COMPARE_OPTIONS, takes_settings
 from fedquilt.cli.signals import handle_stop_signals
 from fedquilt.cli.trial_log import TrialLog
@@ -102,7 +102,7 @@ def compare(
                 document, folder, workers=workers, any_code=any_code, on_event=log
             )
     except KeyboardInterrupt:
-        again = shlex.join(["fedquilt", *sys.argv[1:]])
+        again = write_command(sys.argv[1:])
         print(f"fedquilt: stopped; nothing is lost, go on with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
@@ -141,4 +141,4 @@ def _print_comparison(comparison: Comparison, console: Console) -> None:
     print_lines(console, "", comparison.advice, "", f"wrote {files} into {comparison.folder}")
     if comparison.best_run is not None:
         best = str(comparison.folder / "best") if comparison.folder else ""
-        print_lines(console, "", "Next:", f"  {shlex.join(['fedquilt', 'evaluate', best])}")
+        print_lines(console, "", "Next:", f"  {write_command(['evaluate', best])}")

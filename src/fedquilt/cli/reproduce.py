@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from rich.console import Console
 from fedquilt.cli.compare import parse_seeds
 from fedquilt.cli.console import make_console, print_json, print_lines
 from fedquilt.cli.options import AnyCode, AsJson, RunsAtATime
+from fedquilt.cli.program import write_command
 from fedquilt.cli.signals import handle_stop_signals
 from fedquilt.cli.trial_log import TrialLog
 from fedquilt.errors import ConfigError
@@ -99,7 +99,7 @@ def reproduce(
                     path = save / f"{name.replace('/', '-')}.json"
                     write_text(path, json.dumps(done.to_document(), indent=1) + "\n")
     except KeyboardInterrupt:
-        again = shlex.join(["fedquilt", *sys.argv[1:]])
+        again = write_command(sys.argv[1:])
         print(f"fedquilt: stopped; nothing is lost, go on with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:

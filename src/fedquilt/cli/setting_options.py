@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Annotated, Any, get_args
 
 import typer
 
+from fedquilt.data.load import DATASETS
+from fedquilt.federation.aggregation import AGGREGATORS, SERVER_OPTIMIZERS
+from fedquilt.learning.known_metrics import METRICS
+from fedquilt.learning.losses import LOSSES
+from fedquilt.methods import METHODS
+from fedquilt.models import MODELS
+from fedquilt.runs.trackers.catalog import TRACKERS
 from fedquilt.settings.schema import list_settings
 
 Command = Callable[..., None]
@@ -47,6 +54,26 @@ COMPARE_OPTIONS = {  # what all methods of a comparison share
         *("fraction", "lr", "evaluate_every"),
     )
 }
+
+
+NAMES: Mapping[str, Iterable[str]] = {  # what shells complete; other values are possible too
+    "aggregation.name": AGGREGATORS,
+    "data.source": DATASETS,
+    "local_training.optimizer": ("sgd", "adam", "adamw"),
+    "method.name": METHODS,
+    "model.name": MODELS,
+    "run.device": ("auto", "cpu", "cuda", "mps", "xpu"),
+    "run.trackers": TRACKERS,
+    "selection.keep": ("last", "best"),
+    "server_optimizer.name": SERVER_OPTIMIZERS,
+    "task.loss": LOSSES,
+    "task.metrics": METRICS,
+}
+
+
+def complete_names(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """What completes a word to one of some names, for shells."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
 def describe_setting(name: str) -> str:
@@ -112,6 +139,8 @@ def takes_settings(options: Mapping[str, str]) -> Callable[[Command], Command]:
 def _make_parameter(name: str, setting: str) -> inspect.Parameter:
     kind = get_option_type(setting)
     flag = f"--{name.replace('_', '-')}"  # without this typer makes a --no- form of a flag
-    option = typer.Option(flag, help=describe_setting(setting))
+    option = typer.Option(
+        flag, help=describe_setting(setting), autocompletion=complete_names(NAMES.get(setting, ()))
+    )
     keyword = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword, default=None, annotation=Annotated[kind | None, option])

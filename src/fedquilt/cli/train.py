@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from fedquilt.cli.console import make_console, print_lines
 from fedquilt.cli.options import AsJson, Settings, Trust, parse_assignments
+from fedquilt.cli.program import write_command
 from fedquilt.cli.scores import show_scores
 from fedquilt.cli.setting_options import TRAIN_OPTIONS, takes_settings
 from fedquilt.cli.signals import handle_stop_signals
@@ -279,7 +279,7 @@ def _handle_stop(
         with handle_stop_signals():
             yield
     except KeyboardInterrupt:
-        again = shlex.join(["fedquilt", "train", "--resume", str(folder), *more])
+        again = write_command(["train", "--resume", str(folder), *more])
         saved = count_saved_rounds(RunDirectory(folder).checkpoints)
         where = f"stopped after round {saved} of {num_rounds()}"
         print(f"fedquilt: {where}; go on with: {again}", file=sys.stderr)
@@ -310,4 +310,4 @@ def _next_commands(run: Run) -> list[str]:
     found.append(["report", folder, "--out", "report"])
     model = run.info.config["model"]["name"] if run.info.config else ""
     more = _list_trust_options([model] if is_function_path(model) else [])
-    return [shlex.join(["fedquilt", *words, *more]) for words in found]
+    return [write_command([*words, *more]) for words in found]

@@ -19,6 +19,18 @@ from fedquilt.data.text import make_passages
 from fedquilt.errors import DataError, describe_unknown
 
 FOLDERS = ("shakespeare", "sent140", "femnist", "wikitext-2")  # data sets that are folders
+DATASETS = {  # what a name stands for
+    "digits": "8×8 digits in 10 classes, which come with scikit-learn",
+    "digits5": "digits of five domains, as in FedBN and Split-Mix",
+    "mnist": "28×28 digits in 10 classes",
+    "fashion-mnist": "28×28 pieces of clothing in 10 classes",
+    "cifar10": "32×32 color images in 10 classes",
+    "cifar100": "32×32 color images in 100 classes",
+    "shakespeare": "LEAF: the next character, a client for each role",
+    "sent140": "LEAF: the sentiment of short messages, a client for each writer",
+    "femnist": "LEAF: handwritten characters, a client for each writer",
+    "wikitext-2": "articles of an encyclopedia, for masked or next words",
+}
 DIGITS5 = (  # one domain a line, in FedBN's order; a second name is a stand-in
     ("digits-mnist",),
     ("digits-svhn",),
@@ -68,8 +80,27 @@ def load_dataset(name_or_path: str, *, folder: Path | None = None) -> Dataset:
             f"the data must be an .npz or JSON file or a folder, got '{path}' which does not "
             "exist; check the path"
         )
-    names = describe_unknown("dataset", name_or_path, ("digits", "digits5", *HUB, *FOLDERS))
+    names = describe_unknown("dataset", name_or_path, DATASETS)
     raise DataError(f"{names}, or give the path of an .npz or JSON file or a folder")
+
+
+def find_dataset(name: str) -> str | None:
+    """Where a named dataset is on this machine; None if it is not here.
+
+    >>> find_dataset("digits")
+    'scikit-learn'
+    """
+    if name == "digits":
+        return "scikit-learn"
+    places = _list_places(None)
+    if name == "digits5":
+        files = [[_find_file(n, places) for n in names] for names in DIGITS5]
+        first = files[0][0]
+        return str(first.parent) if first is not None and all(map(any, files)) else None
+    folders = (place / name for place in places) if name in FOLDERS else ()
+    folder = next((path for path in folders if path.is_dir()), None)
+    found = folder or _find_file(name, places)
+    return None if found is None else str(found)
 
 
 def _load_digits() -> Arrays:

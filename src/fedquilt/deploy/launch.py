@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.customize.bundle import has_bundle
-from fedquilt.data.hub import HUB
-from fedquilt.data.load import FOLDERS
+from fedquilt.data.load import DATASETS
 from fedquilt.deploy.app_folder import write_app
 from fedquilt.deploy.federation import (
     CONNECTION_NAME,
@@ -32,7 +31,7 @@ from fedquilt.settings.schema import DEFAULT_CLIENTS, Config
 from fedquilt.user_code import is_call, is_function_path
 
 ENGINES = ("local", "flower", "flower-simulation")
-DATASET_NAMES = {"digits", "digits5", *HUB, *FOLDERS}  # which are not paths
+DATASET_NAMES = frozenset(DATASETS)  # which are not paths
 
 OnOutput = Callable[[str], None]
 

@@ -14,8 +14,9 @@ from starlette.routing import Route
 
 from fedquilt.report.figure_json import encode_figure
 from fedquilt.report.page import SCRIPTS, STYLES, plot_figures, render_page, render_parts
+from fedquilt.runs.find import FoundRun
 from fedquilt.watch.machine import read_machine_load
-from fedquilt.watch.reader import FoundRun, RunWatcher
+from fedquilt.watch.reader import RunWatcher
 from fedquilt.web.assets import collect_assets
 
 TITLE = "Fedquilt: runs"
