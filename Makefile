@@ -4,7 +4,7 @@ AXE_VERSION := 4.14.0
 # one thread in each process; compiled tests are kept, also where the environment says not to
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test docs docs-links pictures test-docs test-federation test-browser test-device lint types types-platforms bench clean
+.PHONY: demo test docs docs-links pictures test-docs test-federation test-package test-browser test-device lint types types-platforms bench clean
 
 demo: .venv/demo  ## train on the embedded digits over clients of five sizes
 	$(BIN)/fedquilt train
@@ -27,6 +27,9 @@ test-docs: .venv/test  ## every command and code block of README and docs/ as ty
 
 test-federation: .venv/test  ## runs on Flower for real: every method, and what may go wrong; half an hour
 	$(PYTEST) -m federation tests/deploy
+
+test-package: .venv/test  ## wheel and sdist, built, installed into fresh environments and used; two minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'package or not package' tests/test_package.py
 
 test-browser: .venv/test .venv/axe/axe.min.js  ## pages in a real Chromium; it is installed if that is possible
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
