@@ -25,7 +25,14 @@ from torch import Tensor
 from fedquilt.data.dataset import MAX_CLASSES, Dataset, label_groups
 from fedquilt.data.examples import Examples
 from fedquilt.data.limits import read_text
-from fedquilt.data.text import ALPHABET, encode_characters, make_speeches, make_tweets, split_words
+from fedquilt.data.text import (
+    ALPHABET,
+    CharacterEncoder,
+    encode_characters,
+    make_speeches,
+    make_tweets,
+    split_words,
+)
 from fedquilt.data.transforms import Normalize
 from fedquilt.data.windows import Windows
 from fedquilt.errors import DataError
@@ -114,7 +121,16 @@ def _make_leaf_dataset(name: str, train: Sequence[Path], test: Sequence[Path]) -
         num_tokens = len(ALPHABET)
         train_set, test_set = _make_windows(x_train, y_train), _make_windows(x_test, y_test)
         return Dataset(
-            name, train_set, test_set, num_tokens, groups_train, groups_test, names, num_tokens
+            name,
+            train_set,
+            test_set,
+            num_tokens,
+            groups_train,
+            groups_test,
+            names,
+            num_tokens,
+            CharacterEncoder(x_train.shape[1]),
+            tuple(ALPHABET),
         )
     scale = Normalize.from_images(x_train)
     return Dataset(
