@@ -29,7 +29,7 @@ from fedquilt.training.trainer import make_trainer
 MIN_SPEED_UP = 1.15  # times quicker than one by one, so that noise does not decide
 NEARLY = 1.05  # a smaller number that takes at most this many times as long is preferred
 COUNTS = (4, 8, 16)  # nets in one pass that are tried
-TRIES = 5
+WARM_UP, TRIES = 2, 8  # steps that are not timed, and that are
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ def _make_step(
 
 def _time(step: Callable[[], object]) -> float:
     times = []
-    for _ in range(TRIES + 1):
+    for _ in range(WARM_UP + TRIES):
         started = time.perf_counter()
         step()
         times.append(time.perf_counter() - started)
-    return min(times[1:])
+    return min(times[WARM_UP:])
 
 
 def should_stack(
