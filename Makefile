@@ -29,7 +29,7 @@ test-federation: .venv/test  ## runs on Flower for real: every method, and what 
 	$(PYTEST) -m federation tests/deploy
 
 test-package: .venv/test  ## wheel and sdist, built, installed into fresh environments and used; two minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'package or not package' tests/test_package.py
+	$(PYTEST) -m 'package or not package' tests/test_package.py
 
 test-browser: .venv/test .venv/axe/axe.min.js  ## pages in a real Chromium; it is installed if that is possible
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
