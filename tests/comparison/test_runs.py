@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,7 +114,7 @@ def test_a_comparison_that_is_stopped_and_called_again_is_as_if_it_was_not(tmp_p
     assert code == -signal.SIGKILL, errors
     code, errors = stop(out, signal.SIGINT)
     assert code == 130, errors
-    assert "go on with: fedquilt compare" in errors
+    assert re.search("go on with: .*python.* -m fedquilt.cli compare ", errors)  # as it was called
     done = {path: path.stat().st_mtime_ns for path in out.glob("results/*.json")}
     assert len(done) < 4
     subprocess.run(command(out), check=True, capture_output=True)
@@ -154,6 +155,11 @@ class LoggedExamples:
 METHODS = ["fedavg", "feddrop", "fedrolex", "fjord", "heterofl", "sheterofl", "splitmix"]
 
 
+def is_trial(rows):
+    """Whether these are the first examples, in order: on them it is tried whether nets stack."""
+    return rows == tuple(range(len(rows)))
+
+
 def test_all_methods_have_the_same_initial_weights_cohorts_and_batches_at_one_seed(tmp_path):
     batches, cohorts, weights = {}, {}, {}
     digits = fq.load_dataset("digits").take_first(0.1)
@@ -180,7 +186,7 @@ def test_all_methods_have_the_same_initial_weights_cohorts_and_batches_at_one_se
             workers=0,
         )
         (folder,) = (tmp_path / method / "runs").iterdir()
-        batches[method] = log
+        batches[method] = {entry for entry in log if not is_trial(entry[1])}
         weights[method] = (folder / "initial.safetensors").read_bytes()
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         cohorts[method] = [line["clients"]["id"] for line in lines if "clients" in line]
