@@ -131,6 +131,14 @@ def test_a_model_is_a_module(start):
         start(lambda x: x)
 
 
+def test_a_model_that_cannot_be_copied_is_refused_with_what_it_holds(start, tmp_path):
+    model = net()
+    with (tmp_path / "words.txt").open("w") as model.file:
+        said = r"Sequential cannot be copied \(TypeError: .*TextIOWrapper.*; let it open files"
+        with pytest.raises(ConfigError, match=said):
+            start(model)
+
+
 def test_an_evaluation_is_asked_for_in_numbers_and_clients(start):
     run = start(people=clients(test=(torch.randn(4, 5), LABELS[:4])))
     for widths in ("0.5", (2,), (None,)):

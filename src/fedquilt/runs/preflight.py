@@ -69,7 +69,7 @@ def check_start(
     batch = _draw_first_batch(model, population)
     if batch is not None:
         _check_inputs(to_arguments(batch[0]), to_arguments(example))
-    trial = copy.deepcopy(model).eval()
+    trial = _copy(model).eval()
     output = _answer(trial, to_arguments(example if batch is None else batch[0]))
     if task.has_classes:
         _check_logits(output, model)
@@ -79,6 +79,19 @@ def check_start(
         _check_classes(output, batch, population)
     if batch is not None:
         _check_task(task, trial, output, batch)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except FedquiltError:
+        raise
+    except Exception as problem:  # of what the model holds
+        raise ConfigError(
+            f"clients train copies of a model, and {type(model).__name__} cannot be copied "
+            f"({type(problem).__name__}: {problem}); let it open files, locks and connections "
+            "when it needs them, not keep them as attributes"
+        ) from problem
 
 
 def _check_task(task: LearningTask, trial: nn.Module, output: Any, batch: Batch) -> None:
