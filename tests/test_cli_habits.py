@@ -253,11 +253,13 @@ def test_shells_complete_commands_options_and_names(words, offered, monkeypatch,
     assert capsys.readouterr().out.split() == offered
 
 
-def test_bash_takes_the_script_of_completion(tmp_path, type_here):
-    script = tmp_path / "completion.sh"
-    script.write_text(type_here(tmp_path, "--show-completion", "bash"))
-    asked = f". {script}; complete -p fedquilt"
-    shown = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
+def test_bash_takes_the_script_of_completion(tmp_path):
+    """The shell is found by the program itself, so bash calls it."""
+    program = f"{shlex.quote(sys.executable)} -m fedquilt.cli --show-completion"
+    asked = f"{program} > completion.sh && . ./completion.sh && complete -p fedquilt"
+    shown = subprocess.run(
+        ["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert "_fedquilt_completion" in shown.stdout
 
 

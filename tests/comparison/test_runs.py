@@ -82,8 +82,8 @@ def test_data_and_models_are_known_by_their_contents(tmp_path):
     assert find(one, model) != before
 
 
-ROUNDS = 12
-MANY = {"rounds": ROUNDS, "run": {"checkpoint_every": 2, "evaluate_every": 3}}
+ROUNDS = 40  # enough that a signal comes before the end
+MANY = {"rounds": ROUNDS, "run": {"checkpoint_every": 2, "evaluate_every": 10}}
 
 
 def command(out):
