@@ -89,6 +89,15 @@ def test_inputs_that_are_no_pixels_are_named_as_the_reason(world, local_training
 
 
 @pytest.mark.parametrize("make", [fq.fedavg_at, fq.fedavg_oat])
+def test_the_step_of_the_attack_and_the_mask_are_those_of_the_settings(world, make):
+    method = make(step_size=2 / 255, masked=True)
+    world = world.prepare_model(method)
+    (task,) = method.plan(world.setup, world.start(method), world.setup.clients[:1])
+    assert task.recipe.objective.attack.step == 2 / 255
+    assert task.recipe.masked is True
+
+
+@pytest.mark.parametrize("make", [fq.fedavg_at, fq.fedavg_oat])
 def test_an_attack_that_makes_no_sense_is_refused(make):
     with pytest.raises(ConfigError, match="epsilon"):
         make(epsilon=-1)

@@ -232,3 +232,11 @@ def test_a_sample_of_many_clients_is_asked_and_what_none_can_afford_is_asked_of_
         ["1", "0.25"],
         ["1", "0.25"],
     ]
+
+
+@pytest.mark.parametrize("masked", [False, True, "batch"])
+def test_fedavg_masks_the_loss_as_it_is_told(world, local_training, masked):
+    method = fq.FedAvg(local_training, masked=masked)
+    tasks = method.plan(world.setup, world.start(method), world.setup.clients)
+    assert [task.recipe.masked for task in tasks] == [masked] * 4
+    assert [task.recipe.labels for task in tasks] == [c.labels for c in world.setup.clients]

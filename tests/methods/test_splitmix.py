@@ -30,6 +30,7 @@ from fedquilt.runs.checkpoint import Checkpoint
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cost import compute_cost
 from fedquilt.structure.cut import build_module, load_tensors
+from fedquilt.structure.structure import NORMS, STATISTICS
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.loop import iterate_batches
 from fedquilt.training.objectives import Adversarial, PlainLoss
@@ -233,6 +234,26 @@ def test_there_are_as_many_bases_as_fit_into_the_whole(world, base, count):
     assert len(method.ensemble(setup, state, 1.0)) == count
 
 
+@pytest.mark.parametrize(("widest", "count"), [(0.5, 4), (0.375, 3), (0.125, 1), (1.0, 8)])
+def test_within_budgets_there_are_no_more_bases_than_a_client_can_train(
+    little, numbers, widest, count
+):
+    """Otherwise there are all, and what nobody can train at once is trained in turn."""
+    budgets = [0.125, widest]
+    for is_within, expected in ((True, count), (False, 8)):
+        method = fq.SplitMix(base=0.125, within_budgets=is_within, sort_bases=True, stacked=False)
+        dealt = visits(little, numbers, method, budgets, 0, 20)
+        assert {number for chosen in dealt for number in chosen} == set(range(expected))
+        clients = tuple(Client(i, 1, (), Budget(w)) for i, w in enumerate(budgets))
+        setup = method.prepare_model(replace(little, clients=clients))
+        state = method.start(setup)
+        assert {name.rpartition("@")[2] for name in state.params} == set(map(str, range(expected)))
+        assert method.sizes(setup) == tuple(k / 8 for k in range(expected, 0, -1))
+        assert len(method.ensemble(setup, state, 1.0)) == expected
+        task, _ = method.plan(setup, replace(state, phase="sort"), setup.clients)
+        assert len(task.subnets) == expected
+
+
 # Algorithm 3: local training
 
 STEPS = {
@@ -307,6 +328,8 @@ def test_a_robust_base_minimises_equation_1(world, local_training):
         assert isinstance(objective, Adversarial)
         assert (objective.share, objective.attack.epsilon, objective.attack.steps) == (0.3, 0.1, 2)
         assert not task.recipe.stacked
+    stepped = fq.SplitMix(local_training, robust=True, step_size=2 / 255)
+    assert stepped.objective.attack.step == stepped.statistics_recipe.attack.step == 2 / 255
     plain = fq.SplitMix(local_training).objective
     assert plain == PlainLoss()
     halves = {n.partition("@")[0] for n in state.params}
@@ -639,10 +662,16 @@ def kept_by(engine, client: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("together", [False, True])
-def test_local_statistics_stay_on_the_client_base_by_base(world, local_training, workers, together):
-    method = fq.SplitMix(local_training, base=0.25, statistics="local", stacked=together)
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_local_normalization_stays_on_the_client_base_by_base(
+    world, local_training, workers, together, is_whole
+):
+    """Statistics alone, or with the affine part."""
+    method = fq.SplitMix(
+        local_training, base=0.25, statistics="local", local_affine=is_whole, stacked=together
+    )
     world = world.prepare_model(method)
-    names = world.setup.structure.statistics
+    names = world.setup.structure.match_names((NORMS if is_whole else STATISTICS,))
     state = world.start(method)
     with world.engine(workers) as engine:
         for _ in range(4):
@@ -659,6 +688,9 @@ def test_local_statistics_stay_on_the_client_base_by_base(world, local_training,
             state = replace(method.merge(world.setup, state, updates), round=state.round + 1)
     first = method.start(world.setup).params
     assert all(state.params[f"{n}@{i}"].equal(first[f"{n}@{i}"]) for n in names for i in range(4))
+    if is_whole:  # clients have nets of their own, and there is none to take away
+        assert not method.closing_phases(world.setup)
+        return
     after = world.round(method, replace(state, phase="statistics")).params
     asked = {n for n, t in after.items() if not t.equal(state.params[n])}
     assert asked == {f"{n}@{i}" for n in names for i in range(4)}  # at the end, for the server
@@ -755,6 +787,8 @@ def test_a_budget_below_one_base_is_refused(world, budget):
         ({"base": 0}, r"in \(0, 1\], got 0; 1/8 is 0\.125"),
         ({"base": 1.5}, "got 1.5"),
         ({"statistics": "mean"}, "'post', 'tracked' or 'local', got 'mean'"),
+        ({"local_affine": True}, "these are 'batch'; set statistics to 'local'"),
+        ({"masked": "client"}, "setting 'masked' of SplitMix"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong, said):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -40,6 +41,10 @@ SETTINGS = {
         LocalTraining(momentum=0, weight_decay=0, epochs=2, batch_size=4, max_grad_norm=None),
         True,
     ),
+    "masked-by-batch": (
+        LocalTraining(momentum=0, weight_decay=0, epochs=2, batch_size=3, max_grad_norm=None),
+        "batch",
+    ),
     "all": (
         LocalTraining(momentum=0.9, weight_decay=5e-4, epochs=3, batch_size=5, max_grad_norm=0.5),
         True,
@@ -53,7 +58,7 @@ def by_hand(
     y: Tensor,
     settings: LocalTraining,
     lr: float,
-    own: list[int],
+    own: list[int] | Literal["batch"],
     seed: int,
 ) -> list[float]:
     """SGD as the books write it; the loss of every batch of the last epoch, times its size."""
@@ -68,7 +73,7 @@ def by_hand(
             logits = net.train()(x[rows])
             if own:
                 mask = torch.zeros(logits.shape[1])
-                mask[own] = 1
+                mask[y[rows] if own == "batch" else own] = 1
                 logits = logits * mask
             loss = -F.log_softmax(logits, 1)[range(len(rows)), y[rows]].mean()
             grads = torch.autograd.grad(loss, list(net.parameters()))
@@ -90,13 +95,13 @@ def by_hand(
 def test_the_recipe_is_sgd_as_the_books_write_it(
     net, structure, context, data, params, kind, width
 ):
-    settings, is_masked = SETTINGS[kind]
+    settings, masked = SETTINGS[kind]
     subnet = structure.subnet(width)
-    recipe = LocalSGD(settings, lr=0.1, labels=(1, 3), masked=is_masked)
+    recipe = LocalSGD(settings, lr=0.1, labels=(1, 3), masked=masked)
     update = recipe.run(Task(1, (subnet,), params, recipe, seed=11), context).update
     expected = build_module(net, structure, subnet, params)
     examples = data["train"][1]
-    own = [1, 3] if is_masked else []
+    own = masked if masked == "batch" else [1, 3] if masked else []
     x, y = examples.batch(torch.arange(len(examples)))
     losses = by_hand(expected, x, y, settings, 0.1, own, seed=11)
     for name, tensor in expected.state_dict().items():
@@ -202,8 +207,8 @@ def apart(params):
 def test_several_subnets_are_trained_each_on_its_own_loss_and_the_same_batches(
     structure, fresh_bench, params, kind
 ):
-    settings, is_masked = SETTINGS[kind]
-    recipe = LocalSGD(settings, lr=0.1, labels=(1, 3), masked=is_masked, scale=True)
+    settings, masked = SETTINGS[kind]
+    recipe = LocalSGD(settings, lr=0.1, labels=(1, 3), masked=masked, scale=True)
     given = apart(params)
     update = recipe.run(Task(1, tuple(SEVERAL), given, recipe, 11), fresh_bench()).update
     alone = [recipe.run(Task(1, (s,), given, recipe, 11), fresh_bench()).update for s in SEVERAL]

@@ -12,6 +12,7 @@ from typing import Literal
 from fedquilt.federation.aggregation import TAKE_MEAN, ServerOptimizer
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.training.attack import PGD
+from fedquilt.training.client_loss import Masked
 from fedquilt.training.objectives import Adversarial, OnceForAll
 from fedquilt.training.settings import LocalTraining
 
@@ -27,8 +28,10 @@ def fedavg_at(
     share: float = 0.5,
     epsilon: float = 8 / 255,
     steps: int = 7,
+    step_size: float | None = None,
     statistics: Literal["tracked", "batch"] = "tracked",
     within_budgets: bool = False,
+    masked: Masked = False,
     server_optimizer: ServerOptimizer = TAKE_MEAN,
 ) -> FedAvg:
     """FedAvg that minimizes (1 - share) · clean loss + share · loss under attack.
@@ -40,8 +43,11 @@ def fedavg_at(
         share: Weight of the loss under attack.
         epsilon: Largest change of a pixel by the attack.
         steps: Steps of the attack.
+        step_size: Size of a step, in pixel units; None: min(1.25 ε, ε + 4/255) / steps.
         statistics: Of batch normalization: tracked, or those of each batch.
         within_budgets: Whether the width is at most what all clients can afford.
+        masked: Whether the loss leaves out classes that a client does not have; "batch": those that
+            a batch does not have, as in the public code.
         server_optimizer: What the server makes of the mean; by default it takes the mean itself.
 
     >>> import torch, fedquilt as fq
@@ -59,8 +65,9 @@ def fedavg_at(
         fraction,
         width,
         statistics=statistics,
-        objective=Adversarial(PGD(epsilon=epsilon, steps=steps), share),
+        objective=Adversarial(PGD(epsilon=epsilon, steps=steps, step_size=step_size), share),
         within_budgets=within_budgets,
+        masked=masked,
         server_optimizer=server_optimizer,
     )
 
@@ -71,7 +78,9 @@ def fedavg_oat(
     width: float = 1.0,
     epsilon: float = 8 / 255,
     steps: int = 7,
+    step_size: float | None = None,
     within_budgets: bool = False,
+    masked: Masked = False,
     server_optimizer: ServerOptimizer = TAKE_MEAN,
 ) -> FedAvg:
     """FedAvg with layers conditioned on λ, which is drawn for every batch.
@@ -82,7 +91,10 @@ def fedavg_oat(
         width: Width of the net that every client trains.
         epsilon: Largest change of a pixel by the attack.
         steps: Steps of the attack.
+        step_size: Size of a step, in pixel units; None: min(1.25 ε, ε + 4/255) / steps.
         within_budgets: Whether the width is at most what all clients can afford.
+        masked: Whether the loss leaves out classes that a client does not have; "batch": those that
+            a batch does not have, as in the public code.
         server_optimizer: What the server makes of the mean; by default it takes the mean itself.
 
     >>> import torch, fedquilt as fq
@@ -100,8 +112,9 @@ def fedavg_oat(
         local_training or LOCAL_TRAINING,
         fraction,
         width,
-        objective=OnceForAll(PGD(epsilon=epsilon, steps=steps)),
+        objective=OnceForAll(PGD(epsilon=epsilon, steps=steps, step_size=step_size)),
         conditional=True,
         within_budgets=within_budgets,
+        masked=masked,
         server_optimizer=server_optimizer,
     )

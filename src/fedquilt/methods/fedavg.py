@@ -21,6 +21,7 @@ from fedquilt.ranges import Fraction
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cut import build_module
 from fedquilt.structure.derive import make_uncut_structure
+from fedquilt.training.client_loss import Masked
 from fedquilt.training.conditional import make_conditional
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.objectives import Adversarial, Objective, OnceForAll, PlainLoss
@@ -47,6 +48,8 @@ class FedAvg(BaseMethod):
         objective: What a client minimizes.
         conditional: Whether layers are conditioned on the robustness λ.
         within_budgets: Whether the width is at most what all clients can afford.
+        masked: Whether the loss leaves out classes that a client does not have; "batch": those that
+            a batch does not have, as in the public code.
 
     >>> import torch, fedquilt as fq
     >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
@@ -66,6 +69,7 @@ class FedAvg(BaseMethod):
     objective: Objective = field(default_factory=PlainLoss)
     conditional: bool = False
     within_budgets: bool = False
+    masked: Masked = False
 
     @property
     def tracks_statistics(self) -> bool:
@@ -124,6 +128,7 @@ class FedAvg(BaseMethod):
                     self.local_training,
                     lr=self.local_training.lr_at(state.round, setup.rounds),
                     labels=client.labels,
+                    masked=self.masked,
                     local_params=self.local_params,
                     weight=client.num_examples,
                     objective=self.objective,

@@ -24,6 +24,7 @@ from fedquilt.methods.base import BaseMethod
 from fedquilt.ranges import Fraction
 from fedquilt.structure.structure import NORMS, STATISTICS
 from fedquilt.structure.subnet import Subnet
+from fedquilt.training.client_loss import Masked
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.slimmable import Slimmable
 
@@ -43,7 +44,8 @@ class SHeteroFL(BaseMethod):
         widths: Sizes; None: those that the budgets allow.
         statistics: Of batch normalization: those of each batch, or tracked.
         scaler: Whether activations are scaled by the inverse width in training.
-        masked: Whether the loss leaves out classes that a client does not have.
+        masked: Whether the loss leaves out classes that a client does not have; "batch": those that
+            a batch does not have, as in the public code.
         count_widths: Whether a client counts once for each width that it trained.
 
     >>> import torch, fedquilt as fq
@@ -61,7 +63,7 @@ class SHeteroFL(BaseMethod):
     widths: tuple[float, ...] | None = None
     statistics: Literal["batch", "tracked"] = "batch"
     scaler: bool = False
-    masked: bool = True
+    masked: Masked = True
     count_widths: bool = False
 
     def __post_init__(self) -> None:

@@ -35,10 +35,11 @@ from fedquilt.structure.budget import Budget, count_multiples
 from fedquilt.structure.cost import compute_cost
 from fedquilt.structure.cut import Params, build_module
 from fedquilt.structure.derive import make_uncut_structure
-from fedquilt.structure.structure import STATISTICS
+from fedquilt.structure.structure import NORMS, STATISTICS
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.attack import PGD
+from fedquilt.training.client_loss import Masked
 from fedquilt.training.dualnorm import make_dual
 from fedquilt.training.evaluate import Evaluate, sum_numbers
 from fedquilt.training.initialization import reinitialize_copy, rescale_initial
@@ -80,14 +81,20 @@ class SplitMix(BaseMethod):
         base: Width of a base net.
         statistics: Of batch normalization: batch, post, tracked or local; None: batch, or tracked
             if robust.
+        local_affine: Whether scales and shifts of normalization stay on clients, too, with local
+            statistics.
+        within_budgets: Whether there are no more base nets than the largest budget allows, as in
+            the public code.
         rescale_init: Whether base nets are initialized like parts of the wide net.
         rescale_layer: Whether layers are rescaled by the width; None: with post statistics.
-        masked: Whether the loss leaves out classes that a client does not have.
+        masked: Whether the loss leaves out classes that a client does not have; "batch": those that
+            a batch does not have, as in the public code.
         sort_bases: Whether base nets are ordered by the metric on validation data.
         robust: Whether clients also train under attack, with dual batch normalization.
         robust_fraction: Weight of the loss under attack.
         epsilon: Largest change of a pixel by the attack.
         steps: Steps of the attack.
+        step_size: Size of a step, in pixel units; None: min(1.25 ε, ε + 4/255) / steps.
         stacked: Whether base nets train in one pass; None: if that is quicker.
 
     >>> import torch, fedquilt as fq
@@ -104,14 +111,17 @@ class SplitMix(BaseMethod):
     fraction: Fraction = 1.0
     base: float = 0.125
     statistics: BNStatistics | None = None
+    local_affine: bool = False
+    within_budgets: bool = False
     rescale_init: bool = True
     rescale_layer: bool | None = None
-    masked: bool = True
+    masked: Masked = True
     sort_bases: bool = False
     robust: bool = False
     robust_fraction: float = 0.5
     epsilon: float = 8 / 255
     steps: int = 7
+    step_size: float | None = None
     stacked: bool | None = None
 
     def __post_init__(self) -> None:
@@ -119,6 +129,12 @@ class SplitMix(BaseMethod):
         super().__post_init__()
         if not 0 < self.base <= 1:
             raise ConfigError(f"the base is a width in (0, 1], got {self.base}; 1/8 is 0.125")
+        if self.local_affine and self.statistics_kind != "local":
+            raise ConfigError(
+                "scales and shifts of normalization stay on clients with their statistics, and "
+                f"these are '{self.statistics_kind}'; set statistics to 'local', or leave out "
+                "local_affine"
+            )
         if self.sort_bases and self.statistics_kind == "local":
             raise ConfigError(
                 "sort_bases gives bases other numbers, but statistics that are 'local' stay on "
@@ -168,10 +184,19 @@ class SplitMix(BaseMethod):
         """M = ⌊1/r⌋."""
         return count_multiples(1.0, self.base)
 
+    def count_bases(self, setup: Setup) -> int:
+        """How many bases there are: M, or as many as the largest budget allows."""
+        if not self.within_budgets:
+            return self.num_bases
+        widest = max(budget.width for budget in setup.registry.budget_counts)
+        return min(self.num_bases, count_multiples(widest, self.base))
+
     @property
     def local_params(self) -> tuple[str, ...]:
-        """Statistics that are tracked locally stay on the client."""
-        return (STATISTICS,) if self.statistics_kind == "local" else ()
+        """Statistics that are tracked locally stay on the client, or all of the normalization."""
+        if self.statistics_kind != "local":
+            return ()
+        return (NORMS,) if self.local_affine else (STATISTICS,)
 
     @property
     def tracks_statistics(self) -> bool:
@@ -189,7 +214,9 @@ class SplitMix(BaseMethod):
     @property
     def attack(self) -> PGD | None:
         """What a robust model is trained against."""
-        return PGD(epsilon=self.epsilon, steps=self.steps) if self.robust else None
+        if not self.robust:
+            return None
+        return PGD(epsilon=self.epsilon, steps=self.steps, step_size=self.step_size)
 
     @property
     def objective(self) -> Objective:
@@ -243,7 +270,7 @@ class SplitMix(BaseMethod):
     def start(self, setup: Setup) -> State:
         """Algorithm 1, line 1: M bases that are initialized independently; the deck is new."""
         params: dict[str, Tensor] = {}
-        for i in range(self.num_bases):
+        for i in range(self.count_bases(setup)):
             net = reinitialize_copy(setup.model, derive_seed(setup.seed, 0, i, 1))
             if self.rescale_init:
                 rescale_initial(net, setup.structure)
@@ -252,13 +279,14 @@ class SplitMix(BaseMethod):
         return State(round=0, phase="", params=params, method_state=memory)
 
     def _together(self, setup: Setup) -> bool:
-        if self.stacked is not None or self.robust or self.num_bases == 1:
+        count = self.count_bases(setup)
+        if self.stacked is not None or self.robust or count == 1:
             return bool(self.stacked) and not self.robust
         model = setup.model if self.tracks_statistics else without_running_stats(setup.model)
         return should_stack(
             model,
             setup.example,
-            self.num_bases,
+            count,
             self.local_training.batch_size,
             setup.task.loss,
             channels_last=setup.structure.channels_last,
@@ -268,7 +296,7 @@ class SplitMix(BaseMethod):
         """Algorithm 1, lines 4 to 6: sample base models for each client, and what it does."""
         if state.phase == "train":
             return [self._training(setup, state, c, i) for i, c in enumerate(cohort)]
-        every = tuple(self.base_subnets(range(self.num_bases)))
+        every = tuple(self.base_subnets(range(self.count_bases(setup))))
         recipe = Evaluate(
             split="validation",
             local_params=self.local_params,
@@ -302,11 +330,9 @@ class SplitMix(BaseMethod):
 
     def sample_bases(self, setup: Setup, state: State, client: Client, visit: int) -> list[int]:
         """Algorithm 2: the deck's next base, and others drawn without replacement."""
-        count = count_multiples(client.budget.width, self.base)
-        first = shuffle_deck(setup.seed, visit // self.num_bases, self.num_bases)[
-            visit % self.num_bases
-        ]
-        others = [i for i in range(self.num_bases) if i != first]
+        count, size = count_multiples(client.budget.width, self.base), self.count_bases(setup)
+        first = shuffle_deck(setup.seed, visit // size, size)[visit % size]
+        others = [i for i in range(size) if i != first]
         draw = np.random.default_rng(derive_seed(setup.seed, state.round, client.id, 2))
         return sorted([first, *draw.permutation(others)[: count - 1].tolist()])
 
@@ -317,20 +343,20 @@ class SplitMix(BaseMethod):
     def training_aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:
         """Algorithm 1, lines 7 and 8: each base is averaged over its clients, by their data."""
         if phase == "sort":
-            return chain(SortBases(self.num_bases))
+            return chain(SortBases(self.count_bases(setup)))
         asked = self.phases(setup)[0].cohort_size(len(setup.clients))
         return chain(self.server_optimizer, CountVisits(asked))
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """Every number of bases is a size, the largest first."""
-        return tuple(self._width(k) for k in range(self.num_bases, 0, -1))
+        return tuple(self._width(k) for k in range(self.count_bases(setup), 0, -1))
 
     def _width(self, count: int) -> float:
         return min(1.0, count * self.base)  # six bases of 0.16666666667 are the whole
 
     def ensemble(self, setup: Setup, state: State, width: float) -> tuple[Subnet, ...]:
         """Algorithm 1, line 11: the mean of the logits of the first ⌊R/r⌋ bases."""
-        count = min(self.num_bases, count_multiples(width, self.base))
+        count = min(self.count_bases(setup), count_multiples(width, self.base))
         if count < 1:
             raise ConfigError(
                 f"the narrowest net is one base of width {self.base:g}, got width {width:g}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from fedquilt.learning.batch import Batch
-from fedquilt.learning.losses import CROSS_ENTROPY, Loss
+from fedquilt.learning.losses import CROSS_ENTROPY, IGNORED, Loss
+
+Masked = bool | Literal["batch"]  # to the client's classes, or to those of each batch
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class ClientLoss:
     Args:
         loss: The task's loss.
         labels: The client's classes, as in HeteroFL's masked loss; None: all.
+        by_batch: Whether it is over the classes that a batch has, whatever ``labels`` are.
 
     >>> import torch
     >>> ClientLoss()(torch.zeros(1, 2), torch.tensor([1]))
@@ -26,11 +29,19 @@ class ClientLoss:
 
     loss: Loss = CROSS_ENTROPY
     labels: tuple[int, ...] | None = None
+    by_batch: bool = False
 
     def __call__(self, output: Any, targets: Any) -> Tensor:
         """The loss of an output."""
-        return self.loss.of_output(output, targets, self.labels)
+        return self.loss.of_output(output, targets, self._find_classes(targets))
 
     def of_batch(self, module: nn.Module, batch: Batch | tuple[Any, Any]) -> Tensor:
         """The loss of a module on a batch."""
-        return self.loss.of_batch(module, batch, self.labels)
+        labels = self._find_classes(batch[1]) if self.by_batch else self.labels
+        return self.loss.of_batch(module, batch, labels)
+
+    def _find_classes(self, targets: Any) -> tuple[int, ...] | None:
+        if not self.by_batch:
+            return self.labels
+        present: list[int] = targets.unique().tolist()
+        return tuple(label for label in present if label != IGNORED)

@@ -34,7 +34,7 @@ from fedquilt.structure.layout import use_channels_last
 from fedquilt.structure.structure import TRACKED, Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import copy_to_device, named_tensors
-from fedquilt.training.client_loss import ClientLoss
+from fedquilt.training.client_loss import ClientLoss, Masked
 from fedquilt.training.device_data import ResidentData
 from fedquilt.training.tracking import without_running_stats
 
@@ -107,13 +107,19 @@ class ClientContext:
         context._on_progress = on_progress
         return context
 
-    def client_loss(self, labels: tuple[int, ...] | None = None) -> ClientLoss:
+    def client_loss(
+        self, labels: tuple[int, ...] | None = None, masked: Masked = True
+    ) -> ClientLoss:
         """The loss of the task.
 
         Args:
             labels: The classes that it is over, if the task has classes; None: all.
+            masked: With ``batch`` it is over the classes of each batch instead; False: over all.
         """
-        return ClientLoss(self.task.loss, (labels or None) if self.task.has_classes else None)
+        if not (masked and self.task.has_classes):
+            return ClientLoss(self.task.loss)
+        is_by_batch = masked == "batch"
+        return ClientLoss(self.task.loss, None if is_by_batch else labels or None, is_by_batch)
 
     @property
     def model(self) -> nn.Module:

@@ -14,6 +14,7 @@ from fedquilt.federation.client import Client, ClientResult, Task, Update
 from fedquilt.federation.validation import ReplySpec, training_metrics
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import to_arguments
+from fedquilt.training.client_loss import Masked
 from fedquilt.training.context import ClientContext
 from fedquilt.training.loop import run_epochs
 from fedquilt.training.objectives import Objective, PlainLoss, bind_examples
@@ -41,7 +42,8 @@ class LocalSGD:
         local_training: Optimizer, epochs and batches.
         lr: The learning rate of this round.
         labels: The client's classes.
-        masked: Whether the loss is over the client's classes only.
+        masked: Whether the loss is over the client's classes only; ``batch``: over those of each
+            batch.
         own_rows: Whether only the rows of the client's classes are sent of the output layer, and
             of embeddings only the rows of tokens that the client has.
         scale: Whether to use HeteroFL's Scaler.
@@ -66,7 +68,7 @@ class LocalSGD:
     local_training: LocalTraining
     lr: float
     labels: tuple[int, ...] = ()
-    masked: bool = False
+    masked: Masked = False
     own_rows: bool = False
     scale: bool = False
     local_params: tuple[str, ...] = ()
@@ -189,7 +191,7 @@ class _Job:
         self.examples = context.examples("train", task.client)
         built = context.modules(task.subnets, task.params, recipe.local_params)
         self.modules = [module.train() for module in built]
-        self.loss = context.client_loss(recipe.labels if recipe.masked else None)
+        self.loss = context.client_loss(recipe.labels, recipe.masked)
         self.optimizer_settings = recipe.local_training.optimizer_at(recipe.lr, len(self.examples))
 
     def require_program(self) -> StackedModel:

@@ -15,6 +15,7 @@ from fedquilt.learning.batch import Batch
 from fedquilt.structure.cut import Index, global_name, index_cells_within, view_cells, write_cells
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
+from fedquilt.training.client_loss import Masked
 from fedquilt.training.context import ClientContext
 from fedquilt.training.loop import run_epochs
 from fedquilt.training.optimizer_settings import OptimizerSettings
@@ -36,7 +37,8 @@ class Slimmable:
         local_training: Optimizer, epochs and batches.
         lr: The learning rate of this round.
         labels: The client's classes.
-        masked: Whether the loss is over the client's classes only.
+        masked: Whether the loss is over the client's classes only; ``batch``: over those of each
+            batch.
         scale: Whether to use HeteroFL's Scaler.
         weight: How much the update counts in the mean.
     """
@@ -44,7 +46,7 @@ class Slimmable:
     local_training: LocalTraining
     lr: float
     labels: tuple[int, ...] = ()
-    masked: bool = False
+    masked: Masked = False
     scale: bool = False
     weight: float = 1.0
 
@@ -64,7 +66,7 @@ class Slimmable:
         return ReplySpec(task.subnets, self.weight, training_metrics(client.num_examples))
 
     def _loss(self, module: nn.Module, batch: Batch, context: ClientContext) -> Tensor:
-        loss = context.client_loss(self.labels if self.masked else None)
+        loss = context.client_loss(self.labels, self.masked)
         with scale_outputs(module, context.structure) if self.scale else nullcontext():
             return loss.of_batch(module, batch)
 
