@@ -455,6 +455,30 @@ def test_one_whole_net_on_one_client_is_fedavg_bit_for_bit(trained):
     assert not same(one, Net())
 
 
+def test_untracked_statistics_make_one_whole_net_heterofl_bit_for_bit(trained):
+    settings = {"steps": "none", "private_params": (), "tracks_statistics": False}
+    nefl = fq.NeFL(PLAIN, 1.0, scaling="W", gammas=(1.0,), **settings)
+    hetero = fq.HeteroFL(PLAIN, 1.0, scaler=False, masked=False, own_rows=False)
+    one, other = (trained(method, 1.0, 1.0).customize() for method in (nefl, hetero))
+    assert same(one, other)
+    assert not same(one, trained(replace(nefl, tracks_statistics=True), 1.0, 1.0).customize())
+
+
+def test_untracked_statistics_are_of_every_submodel_and_never_sent_in_training(setup, trained):
+    method = by_depth(tracks_statistics=False, private_params=(STEPS,), assignment="fixed")
+    state = replace(method.start(setup), phase="train")
+    for task in method.plan(setup, state, setup.clients):
+        (subnet,) = task.subnets
+        sent = copy_subnet_tensors(state.params, setup.structure, subnet)
+        assert {name.rpartition("_")[2] for name in sent} & {"mean", "var", "tracked"} == set()
+    run = trained(method, 0.4, 1.0)
+    first, second = (run.customize(width=size) for size in (0.4, 1.0))
+    assert first.norm.running_mean.equal(second.norm.running_mean)  # of the same weights
+    assert first.norm.running_mean.abs().max() > 0
+    behind = [net.blocks[1].norm.running_mean for net in (first, second)]
+    assert not behind[0].equal(behind[1])  # behind a step that each submodel has for itself
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -475,3 +499,8 @@ def test_longer_steps_need_steps_of_their_own(setup, own):
     method = by_depth(step_start="ode", private_params=own)
     with pytest.raises(ConfigError, match=r"but private_params is .*; add ':steps' to it"):
         method.start(setup)
+
+
+def test_private_tensors_that_do_not_exist_are_refused(given):
+    with pytest.raises(ConfigError, match=r"'steps', which no tensor matches; .* such as .*:steps"):
+        by_depth(private_params=(NORMS, "steps")).prepare_model(given)

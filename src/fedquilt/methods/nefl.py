@@ -28,7 +28,7 @@ from fedquilt.methods.affordability import filter_affordable
 from fedquilt.methods.base import BaseMethod, initial_state
 from fedquilt.ranges import Fraction
 from fedquilt.structure.derive import add_block_steps
-from fedquilt.structure.structure import NORMS, STEPS, Structure, cache_per_structure
+from fedquilt.structure.structure import NORMS, STATISTICS, STEPS, Structure, cache_per_structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.settings import LocalTraining
@@ -46,7 +46,8 @@ class NeFL(BaseMethod):
     1, or with ``step_start="ode"`` (D_O) grow by the number of blocks skipped right behind.
     ``private_params`` names the inconsistent tensors. With ``assignment="dynamic"`` a client
     trains, in each round, a submodel drawn from ``tier_range`` tiers below its own to as many
-    above.
+    above. Without ``tracks_statistics``, clients are asked for those of every submodel when
+    training is over, as in HeteroFL.
 
     Args:
         local_training: Settings of local training.
@@ -62,6 +63,8 @@ class NeFL(BaseMethod):
         private_params: Patterns of tensors that each submodel has for itself.
         assignment: dynamic: a submodel near its own is drawn for a client; fixed: its own.
         tier_range: How many tiers below and above its own are drawn from.
+        tracks_statistics: Whether the statistics of batch normalization are trained like weights.
+            If not, clients are asked for them at the end.
 
     >>> import torch, fedquilt as fq
     >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
@@ -88,6 +91,7 @@ class NeFL(BaseMethod):
     private_params: tuple[str, ...] = (NORMS, STEPS)
     assignment: Literal["dynamic", "fixed"] = "dynamic"
     tier_range: int = 2
+    tracks_statistics: bool = True
     size_kind = "parameters"
 
     def __post_init__(self) -> None:
@@ -125,9 +129,19 @@ class NeFL(BaseMethod):
             learnable = self.steps == "learned"
             model, structure = add_block_steps(setup.model, setup.structure, learnable=learnable)
             setup = replace(setup, model=model, structure=structure)
+        self._require_known_tensors(setup.structure)
         for client in setup.registry.one_per_budget:
             self._find_tier(setup, client)  # refuses whoever cannot afford any submodel
         return setup
+
+    def _require_known_tensors(self, structure: Structure) -> None:
+        for pattern in self.private_params:
+            name = pattern.removeprefix("!")
+            if not name.startswith(":") and not structure.match_names((name,)):
+                raise ConfigError(
+                    f"private_params has the pattern '{pattern}', which no tensor matches; named "
+                    f"sets have a colon, such as {NORMS} and {STEPS}"
+                )
 
     def start(self, setup: Setup) -> State:
         """θ_c, and θ_ic,k where a submodel does not start as the global model does (D_O)."""
@@ -156,13 +170,16 @@ class NeFL(BaseMethod):
         return [
             Task(
                 client.id,
-                (self.submodels(setup)[self.draw_size(setup, state.round, client)],),
+                (self._choose_submodel(setup, state.round, client),),
                 state.params,
                 recipe,
                 derive_seed(setup.seed, state.round, client.id),
             )
             for client in cohort
         ]
+
+    def _choose_submodel(self, setup: Setup, round: int, client: Client) -> Subnet:
+        return self.without_untracked(self.submodels(setup)[self.draw_size(setup, round, client)])
 
     def draw_size(self, setup: Setup, round: int, client: Client) -> float:
         """Appendix B.5: drawn uniformly from the tiers around the client's own."""
@@ -231,10 +248,10 @@ def _build_submodels(
         found = submodels.find_submodels(
             structure, weights, gammas, method.scaling, method.tolerance
         )
-    return {
-        size: subnet.with_private(f"{size:g}", *method.private_params)
-        for size, subnet in found.items()
-    }
+    own = (
+        method.private_params if method.tracks_statistics else (*method.private_params, STATISTICS)
+    )
+    return {size: subnet.with_private(f"{size:g}", *own) for size, subnet in found.items()}
 
 
 def enlarge_steps(structure: Structure, subnet: Subnet) -> dict[str, int]:
