@@ -52,6 +52,8 @@ def test_an_address_knows_what_changes_a_result_and_nothing_else(tmp_path):
     assert address(rounds=3) != usual
     assert address(data={"budgets": [1.0, 0.25]}) != usual
     assert address(run={"evaluate_every": 2}) != usual  # which the records depend on
+    assert address(run={"clients_per_pass": 1}) == usual
+    assert address(run={"clients_per_pass": 4}) != usual  # which changes the last bits
 
 
 def test_data_and_models_are_known_by_their_contents(tmp_path):

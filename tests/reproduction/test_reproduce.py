@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fedquilt.cli import app, main
@@ -110,6 +112,25 @@ def test_rows_differ_by_their_settings_alone_and_seeds_by_the_seed(done):
     scaled, plain = result.rows
     assert scaled.values["half"] != plain.values["half"]
     assert len(set(scaled.values["half"])) == 2
+
+
+def test_clients_train_in_one_pass_if_the_settings_say_so(done, tmp_path):
+    experiment, _, out, _ = done
+    row = experiment.rows[1]
+    stacked = row.model_copy(update={"settings": {**row.settings, "run.clients_per_pass": 2}})
+    together = experiment.model_copy(update={"rows": (stacked,)})
+    reproduce("paper/table-1", together, tmp_path, seeds=(0,), workers=0)
+    (run,) = (tmp_path / "runs").iterdir()
+    sizes = json.loads((run / "passes.json").read_text())["sizes"].values()
+    assert [size["clients"] for size in sizes] == [
+        2,
+        2,
+    ]  # two subnets, which two clients each train
+    alone = make_trial(experiment, row, 0, LoadedSources(), quick=False)
+    before = load_file(out / "runs" / str(compute_address(alone)) / "model/params.safetensors")
+    after = load_file(run / "model/params.safetensors")
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-3, atol=1e-4)
 
 
 def test_nothing_is_done_twice_and_a_quick_version_is_apart(done):

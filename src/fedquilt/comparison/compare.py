@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -239,6 +239,7 @@ class ObjectTrial:
     method: Method
     subject: Subject
     population: Population
+    clients_per_pass: ClassVar[int] = 1
 
     @property
     def device(self) -> str:

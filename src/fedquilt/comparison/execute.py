@@ -48,7 +48,9 @@ def execute_trial(
     counts = _load_counts(directory)
 
     def make_engine(setup: Setup, population: Population, folder: Path | None) -> CountingEngine:
-        make_local = make_local_engine(0, device=trial.device)
+        make_local = make_local_engine(
+            0, device=trial.device, clients_per_pass=trial.clients_per_pass
+        )
         return CountingEngine(make_local(setup, population, folder), counts)
 
     def follow(event: Event) -> None:

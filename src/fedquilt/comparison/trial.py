@@ -26,7 +26,6 @@ from fedquilt.user_code import is_function_path
 # how a run is carried out, which does not change its result; data are known by their contents
 WITHOUT_INFLUENCE = (
     "run.workers",
-    "run.clients_per_pass",  # trials train each client by itself
     "run.heartbeat",
     "run.deadline",
     "run.checkpoint_every",
@@ -34,6 +33,8 @@ WITHOUT_INFLUENCE = (
     "flower.",
     "data.source",
 )
+
+NAMED_FILES = ("model.weights", "run.clients_per_pass")
 
 NUM_SAMPLES = 16  # of data that are read when needed, to know them by
 
@@ -68,6 +69,11 @@ class Trial(Protocol):
     @property
     def device(self) -> str:
         """The device that clients train on."""
+        ...
+
+    @property
+    def clients_per_pass(self) -> int | str:
+        """How many clients train in one pass."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
@@ -136,6 +142,11 @@ class ConfiguredTrial:
         """The device that clients train on."""
         return self.config.run.device
 
+    @property
+    def clients_per_pass(self) -> int | str:
+        """How many clients train in one pass."""
+        return self.config.run.clients_per_pass
+
     def describe(self) -> dict[str, Any]:
         """The settings that are not defaults, and the contents of files that they name."""
         given = flatten_settings(self.config.model_dump(mode="json", exclude_defaults=True))
@@ -187,10 +198,10 @@ def describe_data(data: ClientData) -> Any:
 
 
 def _hash_files(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The hashes of files that settings name: code of functions, and weights."""
+    """The hashes of files that settings name: code of functions, weights, and sizes of passes."""
     files = {}
     for name, value in settings.items():
-        if isinstance(value, str) and (is_function_path(value) or name == "model.weights"):
+        if isinstance(value, str) and (is_function_path(value) or name in NAMED_FILES):
             path = Path(value.rpartition(":")[0] if is_function_path(value) else value)
             if path.is_file():
                 files[f"file of {name}"] = hash_file(path)

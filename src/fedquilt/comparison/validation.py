@@ -51,6 +51,11 @@ class ValidationTrial:
         """The device that clients train on."""
         return self.trial.device
 
+    @property
+    def clients_per_pass(self) -> int | str:
+        """How many clients train in one pass."""
+        return self.trial.clients_per_pass
+
     def describe(self) -> Mapping[str, Any]:
         """As the run itself, and the part that is held back."""
         return {**self.trial.describe(), "scored_on_training_data": FRACTION}

@@ -19,6 +19,7 @@ from fedquilt.devices import fork_generators
 from fedquilt.engines.client_work import describe_work, run_task
 from fedquilt.engines.engine import OnProgress
 from fedquilt.engines.local import LocalEngine
+from fedquilt.engines.stacks import PassSizes
 from fedquilt.federation.client import Failure, Task, Update
 from fedquilt.federation.threads import single_thread
 from fedquilt.structure.dispatch import Interceptor, unfused_kernels
@@ -69,6 +70,11 @@ class CountingEngine:
     @on_progress.setter
     def on_progress(self, callback: OnProgress) -> None:
         self._engine.on_progress = callback
+
+    @property
+    def pass_sizes(self) -> PassSizes:
+        """How many clients train in one pass."""
+        return self._engine.pass_sizes
 
     @property
     def device(self) -> torch.device:
