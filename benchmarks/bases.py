@@ -2,8 +2,8 @@
 
     python benchmarks/bases.py [--batches 20] [--batch-size 32]
 
-One thread. Ways take turns within one run; printed are milliseconds a batch (medians) and the ratio
-to the wide net's.
+One thread. Ways take turns within one run; printed are milliseconds of processor time a batch
+(medians) and the ratio to the wide net's.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def main() -> None:
         x = torch.rand(options.batch_size, 3, 28, 28)
         y = torch.randint(10, (options.batch_size,))
         for name, step in steps.items():
-            started = time.perf_counter()
+            started = time.process_time()
             step(x, y)
             if number > 1:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(time.process_time() - started)
     wide = statistics.median(seconds["x1"])
     for name, times in seconds.items():
         middle = statistics.median(times)

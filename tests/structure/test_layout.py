@@ -83,3 +83,15 @@ def test_small_strided_pointwise_convolutions_are_trained_with_channels_first():
     narrow[0].register_forward_hook(lambda layer, inputs, output: seen.append(inputs[0].stride()))
     narrow(torch.zeros(2, 3, 6, 6))
     assert seen == [torch.zeros(2, 3, 6, 6).stride()]
+
+
+def test_gradients_of_flattened_images_have_their_layout():
+    """A model's code goes through both at once, which is slow if they differ."""
+    relu = nn.ReLU()
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), relu, nn.Flatten(), nn.Linear(64, 3))
+    layouts = []
+    relu.register_full_backward_pre_hook(lambda _, gradients: layouts.append(gradients[0].stride()))
+    net(IMAGE).sum().backward()
+    use_channels_last(net)
+    net(IMAGE).sum().backward()
+    assert layouts == [(64, 16, 4, 1), (64, 1, 16, 4)]

@@ -14,6 +14,7 @@ from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.optimizer_settings import OptimizerSettings
 from fedquilt.training.optimizers import WeightOptimizer, make_optimizer
 from fedquilt.training.sgd import differentiate
+from fedquilt.training.stack.layers import make_stack
 from fedquilt.training.stack.program import StackedModel
 
 
@@ -32,7 +33,7 @@ class NetStack:
     def __init__(self, program: StackedModel, module: nn.Module, count: int) -> None:
         self._program = program
         own = named_tensors(module)
-        self._stack = {n: t.detach().new_empty((count, *t.shape)) for n, t in own.items()}
+        self._stack = make_stack(module, own, count)
         self._weights = [n for n, t in own.items() if t.requires_grad]
         self.optimizers: list[WeightOptimizer | None] = [None] * count
 
