@@ -6,13 +6,13 @@ test compares the two. ``fedquilt reproduce NAME --save docs/results/values`` st
 
 from __future__ import annotations
 
-import json
 import textwrap
 from pathlib import Path
 
 from fedquilt.comparison.render import to_markdown
 from fedquilt.reproduction.experiment import Experiment, find_experiments, load_experiment
-from fedquilt.reproduction.table import Reproduction, describe, list_departures, make_section
+from fedquilt.reproduction.store import list_pictures, load
+from fedquilt.reproduction.table import describe, list_departures, make_section
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUES = ROOT / "docs/results/values"
@@ -49,13 +49,14 @@ def write_experiment(name: str, experiment: Experiment) -> str:
     """The section of an experiment; one that was never run says so."""
     lines = [f"## {experiment.title}", "", "<!-- docs-test: parse: hours -->", "```sh"]
     lines += [f"fedquilt reproduce {name}", "```", ""]
-    path = VALUES / f"{name.replace('/', '-')}.json"
-    if not path.is_file():
+    done = load(VALUES, name)
+    if done is None:
         lines += [f"Not run yet; it takes about {experiment.hours:g} core-hours.", ""]
         return "\n".join([*lines, *_list(experiment.differences)])
-    done = Reproduction.from_document(json.loads(path.read_text()))
     table = to_markdown([make_section(experiment, done)]).partition("\n\n")[2]
-    lines += [table, *_list(describe(experiment, done)), *_list(list_departures(experiment, done))]
+    pictures = zip(experiment.curves, list_pictures(experiment, name), strict=True)
+    lines += [table, *(f"![{curve.name}](values/{file})\n" for curve, file in pictures)]
+    lines += [*_list(describe(experiment, done)), *_list(list_departures(experiment, done))]
     return "\n".join(lines)
 
 

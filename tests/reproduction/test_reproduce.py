@@ -14,10 +14,24 @@ from fedquilt.cli import app, main
 from fedquilt.comparison.sources import LoadedSources
 from fedquilt.comparison.trial import compute_address
 from fedquilt.errors import ConfigError, TrainingError
-from fedquilt.reproduction.experiment import Experiment, find_experiments, load_experiment
+from fedquilt.reproduction.experiment import (
+    Experiment,
+    ExperimentRow,
+    choose_rows,
+    find_experiments,
+    load_experiment,
+)
 from fedquilt.reproduction.reading import read_column
 from fedquilt.reproduction.reproduce import make_trial, reproduce
-from fedquilt.reproduction.table import Reproduction, RowResult, list_departures, make_section
+from fedquilt.reproduction.store import load, store
+from fedquilt.reproduction.table import (
+    Reproduction,
+    RowResult,
+    describe,
+    list_departures,
+    make_figures,
+    make_section,
+)
 from fedquilt.settings.load import load_config, override_settings
 from fedquilt.settings.resolve import build_method, build_model
 
@@ -65,6 +79,10 @@ round = 1
 name = "sent"
 score = "bytes_up"
 unit = "B"
+
+[[curves]]
+name = "half of the channels"
+size = 0.5
 
 [[rows]]
 name = "scaled"
@@ -122,10 +140,7 @@ def test_clients_train_in_one_pass_if_the_settings_say_so(done, tmp_path):
     reproduce("paper/table-1", together, tmp_path, seeds=(0,), workers=0)
     (run,) = (tmp_path / "runs").iterdir()
     sizes = json.loads((run / "passes.json").read_text())["sizes"].values()
-    assert [size["clients"] for size in sizes] == [
-        2,
-        2,
-    ]  # two subnets, which two clients each train
+    assert [size["clients"] for size in sizes] == [2, 2]  # each of two subnets has two clients
     alone = make_trial(experiment, row, 0, LoadedSources(), quick=False)
     before = load_file(out / "runs" / str(compute_address(alone)) / "model/params.safetensors")
     after = load_file(run / "model/params.safetensors")
@@ -142,6 +157,45 @@ def test_nothing_is_done_twice_and_a_quick_version_is_apart(done):
     quick = experiment.list_settings(experiment.rows[1], 0, quick=True)
     assert quick["rounds"] == 1
     assert quick["method.scaler"] is False
+
+
+def test_rows_and_seeds_are_done_one_by_one_and_the_table_has_all_that_are_done(done, tmp_path):
+    experiment = done[0]
+
+    def run(**which):
+        events = []
+        result = reproduce("p/t", experiment, tmp_path, workers=0, on_event=events.append, **which)
+        count = sum(type(event).__name__ == "TrialDone" for event in events)
+        return count, {row.name: row.seeds for row in result.rows}, result
+
+    assert run(rows=["plain"], seeds=(1,))[:2] == (1, {"plain": (1,)})
+    count, seeds, result = run(rows=["scaled"])
+    assert (count, seeds) == (2, {"scaled": (0, 1), "plain": (1,)})
+    assert [cells[0] for cells in make_section(experiment, result).cells][2] == "plain (1 seed)"
+    count, seeds, result = run(rows=[])
+    assert (count, seeds) == (0, {"scaled": (0, 1), "plain": (1,)})
+    some = experiment.model_copy(update={"rows": (*experiment.rows, ExperimentRow(name="third"))})
+    assert "Not run yet: third." in describe(some, result)
+    assert choose_rows(some, ["*a*n", "third"]) == ["plain", "third"]
+    with pytest.raises(ConfigError, match="did you mean 'third'"):
+        choose_rows(some, ["thrd"])
+
+
+def test_curves_have_the_evaluations_of_each_round_and_are_drawn(done, tmp_path):
+    experiment, _, out, result = done
+    trial = make_trial(experiment, experiment.rows[0], 1, LoadedSources(), quick=False)
+    records = (out / "runs" / str(compute_address(trial)) / "metrics.jsonl").read_text()
+    scored = [r for r in map(json.loads, records.splitlines()) if r.get("scores")]
+    halves = {r["round"]: next(s for s in r["scores"] if s["width"] == 0.5) for r in scored}
+    curve = result.rows[0].curves["half of the channels"][1]
+    assert curve == {round: score["accuracy"] for round, score in halves.items()}
+    store(experiment, result, tmp_path)
+    assert load(tmp_path, "paper/table-1") == result
+    assert load(tmp_path, "paper/table-2") is None
+    assert "<svg" in (tmp_path / "paper-table-1-1.svg").read_text()
+    lines = make_figures(experiment, result)[0].curves["plain"]
+    runs = result.rows[1].curves["half of the channels"]
+    assert lines == [(r, pytest.approx(50 * (runs[0][r] + runs[1][r]))) for r in (1, 2)]
 
 
 def test_a_document_holds_all_of_it(done):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -17,15 +16,16 @@ from fedquilt.cli.program import write_command
 from fedquilt.cli.signals import handle_stop_signals
 from fedquilt.cli.trial_log import TrialLog
 from fedquilt.errors import ConfigError
-from fedquilt.files import write_text
 from fedquilt.report.tables import make_table
 from fedquilt.reproduction.experiment import (
     Experiment,
     choose_experiments,
+    choose_rows,
     find_experiments,
     load_experiment,
 )
 from fedquilt.reproduction.reproduce import reproduce as reproduce_experiment
+from fedquilt.reproduction.store import store
 from fedquilt.reproduction.table import Reproduction, describe, list_departures, make_section
 
 EXAMPLE = "fedquilt reproduce heterofl/table-1-mnist --quick"
@@ -43,6 +43,10 @@ def reproduce(
     quick: Annotated[
         bool, typer.Option("--quick", help="A small version of each, of a few minutes.")
     ] = False,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ROW", help="A row, or a pattern such as 'LOW*'; again for more."),
+    ] = None,
     seeds: Annotated[
         str | None, typer.Option(help="Such as 1, or 0,1,5. Left out: as the experiment says.")
     ] = None,
@@ -54,7 +58,10 @@ def reproduce(
     ),
     save: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A folder that gets the values, a JSON file each."),
+        typer.Option(
+            metavar="DIR",
+            help="A folder for the values, a JSON file each, and for pictures.",
+        ),
     ] = None,
     workers: RunsAtATime = None,
     any_code: AnyCode = False,
@@ -63,7 +70,7 @@ def reproduce(
     """Measure tables and figures of the papers again, and print them beside the papers'.
 
     Every experiment is a folder of settings. A run is never done twice: call the same command
-    again to go on where it stopped.
+    again to go on where it stopped. The table has all runs that are done, also of other calls.
     """
     known = find_experiments(experiments)
     if not known:
@@ -86,6 +93,7 @@ def reproduce(
                         name,
                         experiment,
                         out / ("quick" if quick else "full") / name,
+                        rows=None if rows is None else choose_rows(experiment, rows),
                         seeds=_list_seeds(seeds),
                         quick=quick,
                         workers=workers,
@@ -95,9 +103,7 @@ def reproduce(
                 documents[name] = done.to_document()
                 _print(experiment, done, console)
                 if save is not None:
-                    save.mkdir(parents=True, exist_ok=True)
-                    path = save / f"{name.replace('/', '-')}.json"
-                    write_text(path, json.dumps(done.to_document(), indent=1) + "\n")
+                    store(experiment, done, save)
     except KeyboardInterrupt:
         again = write_command(sys.argv[1:])
         print(f"fedquilt: stopped; nothing is lost, go on with: {again}", file=sys.stderr)

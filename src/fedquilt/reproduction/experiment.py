@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,17 @@ class Column(Section):
     """The round whose evaluation counts. Left out: the finished model."""
     unit: str = "%"
     """With %, a fraction is written in percent. Otherwise the value is written as it is."""
+
+
+class Curve(Section):
+    """What is drawn over rounds, a line for each row: the evaluations on the way."""
+
+    name: str
+    """The title of the panel."""
+    score: str = "accuracy"
+    """The score."""
+    size: float | None = None
+    """The size of the model. Left out: the largest."""
 
 
 class ExperimentRow(Section):
@@ -63,6 +75,8 @@ class Experiment(Section):
     """What a small version changes."""
     columns: tuple[Column, ...] = Field(min_length=1)
     """The columns."""
+    curves: tuple[Curve, ...] = ()
+    """The panels of a picture over rounds; they need run.evaluate_every."""
     rows: tuple[ExperimentRow, ...] = Field(min_length=1)
     """The rows."""
 
@@ -112,6 +126,18 @@ def choose_experiments(names: list[str], known: Mapping[str, Path]) -> dict[str,
             papers = dict.fromkeys(n.partition("/")[0] for n in known)
             raise ConfigError(describe_unknown("experiment", given, [*known, *papers]))
         chosen |= own
+    return chosen
+
+
+def choose_rows(experiment: Experiment, names: list[str]) -> list[str]:
+    """Rows by name; a pattern such as ``LOW*`` means all rows that match."""
+    known = [row.name for row in experiment.rows]
+    chosen: list[str] = []
+    for name in names:
+        own = [one for one in known if one == name or fnmatchcase(one, name)]
+        if not own:
+            raise ConfigError(describe_unknown("row", name, known))
+        chosen += own
     return chosen
 
 

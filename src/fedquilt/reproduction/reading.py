@@ -9,7 +9,7 @@ from typing import Any
 
 from fedquilt.comparison.results import TrialResult
 from fedquilt.errors import ConfigError, describe_unknown
-from fedquilt.reproduction.experiment import Column
+from fedquilt.reproduction.experiment import Column, Curve
 
 
 def read_column(column: Column, result: TrialResult) -> float:
@@ -32,6 +32,16 @@ def read_column(column: Column, result: TrialResult) -> float:
     if column.score in spent and column.size is None:
         return float(spent[column.score])
     return _read_sizes(column, sizes)
+
+
+def read_curve(curve: Curve, result: TrialResult) -> dict[int, float]:
+    """The values of a score after each round that was evaluated."""
+    column = Column(name=curve.name, score=curve.score, size=curve.size)
+    points = {
+        point.round: {float(size): scores for size, scores in point.scores.items()}
+        for point in result.curve
+    }
+    return {round: _read_sizes(column, sizes) for round, sizes in points.items()}
 
 
 def _read_sizes(column: Column, sizes: Mapping[float, Mapping[str, Any]]) -> float:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 from fedquilt.comparison.render import Section
 from fedquilt.comparison.table import Estimate
 from fedquilt.errors import CorruptFileError
+from fedquilt.figures.figure import Lines
 from fedquilt.formatting import format_count
 from fedquilt.reproduction.experiment import Column, Experiment, ExperimentRow
 
@@ -19,11 +21,12 @@ CLEAR = 2.0  # standard errors: what is further from the paper is named
 
 @dataclass(frozen=True)
 class RowResult:
-    """The values of a row: by column, one for each seed."""
+    """The values of a row: by column, one for each seed; of curves, by round."""
 
     name: str
     values: Mapping[str, tuple[float, ...]]
     seeds: tuple[int, ...]
+    curves: Mapping[str, tuple[Mapping[int, float], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,10 @@ class Reproduction:
                     row["name"],
                     {name: tuple(numbers) for name, numbers in row["values"].items()},
                     tuple(row["seeds"]),
+                    {
+                        name: tuple({int(r): v for r, v in run.items()} for run in runs)
+                        for name, runs in row.get("curves", {}).items()
+                    },
                 )
                 for row in values["rows"]
             )
@@ -80,12 +87,34 @@ def make_section(experiment: Experiment, done: Reproduction) -> Section:
     """The table: a line for each row, and under it the paper's values where it has some."""
     cells = []
     for row, result in _pair_rows(experiment, done):
-        cells.append((row.name, *(_format(column, result) for column in experiment.columns)))
+        cells.append(
+            (
+                _label(experiment, result),
+                *(_format(column, result) for column in experiment.columns),
+            )
+        )
         if row.paper and not done.is_quick:
             theirs = (_format_value(c, row.paper.get(c.name)) for c in experiment.columns)
             cells.append((PAPER, *theirs))
     header = ("", *(column.name for column in experiment.columns))
     return Section(experiment.title, header, tuple(cells))
+
+
+def make_figures(experiment: Experiment, done: Reproduction) -> list[Lines]:
+    """The pictures of curves over rounds: means over seeds, a line for each row."""
+    figures = []
+    for curve in experiment.curves:
+        runs = {row.name: row.curves.get(curve.name, ()) for row in done.rows}
+        lines = {name: _average(own) for name, own in runs.items() if own}
+        label = f"{curve.score.replace('_', ' ')}, %"
+        figures.append(Lines(curve.name, "round", label, lines, is_linear=True))
+    return figures
+
+
+def _average(runs: Sequence[Mapping[int, float]]) -> list[tuple[float, float]]:
+    """The mean over seeds, at rounds that all of them evaluated."""
+    rounds = sorted(set.intersection(*(set(run) for run in runs)))
+    return [(round, 100 * fmean(run[round] for run in runs)) for round in rounds]
 
 
 def list_departures(experiment: Experiment, done: Reproduction) -> list[str]:
@@ -113,12 +142,17 @@ def list_departures(experiment: Experiment, done: Reproduction) -> list[str]:
 
 def describe(experiment: Experiment, done: Reproduction) -> list[str]:
     """How it was measured, and what is not as in the paper, a sentence each."""
-    seeds = len({seed for row in done.rows for seed in row.seeds})
+    seeds = max((len(row.seeds) for row in done.rows), default=0)
     rounds = ", ".join(map(str, done.rounds))
+    noun, commits = format_count(seeds, "seed"), ", ".join(done.commits)
     lines = [
-        f"Mean ± deviation over {format_count(seeds, 'seed')}, {rounds} rounds, commit "
-        f"{', '.join(done.commits)}, {done.hours:.1f} core-hours."
+        f"{'Mean ± deviation over ' if seeds > 1 else ''}{noun}, {rounds} rounds, commit "
+        f"{commits}, {done.hours:.1f} core-hours."
     ]
+    known = {row.name for row in done.rows} | set(done.failed)
+    missing = [row.name for row in experiment.rows if row.name not in known]
+    if missing:
+        lines.append(f"Not run yet: {', '.join(missing)}.")
     if done.is_quick:
         lines.append("This is the small version, which the paper's values say nothing about.")
     lines += [f"{row} failed: {problem}" for row, problem in done.failed.items()]
@@ -130,6 +164,16 @@ def _pair_rows(
 ) -> Sequence[tuple[ExperimentRow, RowResult]]:
     results = {row.name: row for row in done.rows}
     return [(row, results[row.name]) for row in experiment.rows if row.name in results]
+
+
+def _label(experiment: Experiment, result: RowResult) -> str:
+    """The name of a row, with the number of its seeds where some were not run."""
+    own = len(result.seeds)
+    return (
+        result.name
+        if own >= len(experiment.seeds)
+        else f"{result.name} ({format_count(own, 'seed')})"
+    )
 
 
 def _format(column: Column, result: RowResult) -> str:
