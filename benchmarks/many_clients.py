@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,7 @@ def measure(count: int, rounds: int, data: str) -> dict[str, Any]:
         inputs = torch.rand(EXAMPLES, 8, generator=generator)
         return inputs, torch.randint(CLASSES, (EXAMPLES,), generator=generator)
 
-    marks: list[tuple[str, float, float]] = []
-
-    def note(event: object) -> None:
-        marks.append((type(event).__name__, time.process_time(), read_peak()))
-
+    marks = Marks()
     started = time.process_time()
     budgets = (1.0, 0.5, 0.25)
     if data == "function":
@@ -78,43 +75,53 @@ def measure(count: int, rounds: int, data: str) -> dict[str, Any]:
                 workers=0,
                 out=Path(folder) / "run",
                 cadence=cadence,
-                callbacks=[note],
+                callbacks=[marks],
                 resume=resume,
             )
 
         train(rounds, resume=False)
-        first = list(marks)
-        marks.clear()
+        first, marks = marks, Marks()
         resumed = time.process_time()
         train(rounds + 1, resume=True)
-        restart = next(at for name, at, _ in marks if name == "RoundStarted") - resumed
-    return summarize(first, started, before, restart)
+        restart = marks.setup - resumed
+    return {"set-up s": first.setup - started, "of which before": before} | first.summarize(restart)
 
 
-def summarize(
-    marks: list[tuple[str, float, float]], started: float, before: float, restart: float
-) -> dict[str, Any]:
-    """What the marks of a run say."""
-    setup = next((at, peak) for name, at, peak in marks if name == "RoundStarted")
-    begun = [at for name, at, _ in marks if name == "RoundStarted"]
-    done = [(at, peak) for name, at, peak in marks if name == "RoundDone"]
-    rounds = [end - start for start, (end, _) in zip(begun, done, strict=True)][1:]
-    saved = [
-        at - marks[i - 1][1] for i, (name, at, _) in enumerate(marks) if name == "CheckpointSaved"
-    ]
-    tenth = max(1, len(rounds) // 10)
-    return {
-        "set-up s": setup[0] - started,
-        "set-up MB": setup[1],
-        "of which before": before,
-        "round ms": 1e3 * statistics.median(rounds),
-        "checkpoint ms": 1e3 * statistics.median(saved),
-        "resume s": restart,
-        "first tenth ms": 1e3 * statistics.median(rounds[:tenth]),
-        "last tenth ms": 1e3 * statistics.median(rounds[-tenth:]),
-        "MB at a tenth": done[len(done) // 10][1],
-        "MB at the end": done[-1][1],
-    }
+class Marks:
+    """Times and memory of a run, of which a few numbers a round are kept."""
+
+    def __init__(self) -> None:
+        self.setup = self.setup_peak = self._before = self._begun = 0.0
+        self._rounds, self._saved, self._peaks = array("d"), array("d"), array("d")
+
+    def __call__(self, event: object) -> None:
+        now = time.process_time()
+        name = type(event).__name__
+        if name == "RoundStarted":
+            if not self.setup:
+                self.setup, self.setup_peak = now, read_peak()
+            self._begun = now
+        elif name == "RoundDone":
+            self._rounds.append(now - self._begun)
+            self._peaks.append(read_peak())
+        elif name == "CheckpointSaved":
+            self._saved.append(now - self._before)
+        self._before = now
+
+    def summarize(self, restart: float) -> dict[str, Any]:
+        """What the marks say, beside the seconds of a restart."""
+        rounds, peaks = self._rounds[1:], self._peaks
+        tenth = max(1, len(rounds) // 10)
+        return {
+            "set-up MB": self.setup_peak,
+            "round ms": 1e3 * statistics.median(rounds),
+            "checkpoint ms": 1e3 * statistics.median(self._saved),
+            "resume s": restart,
+            "first tenth ms": 1e3 * statistics.median(rounds[:tenth]),
+            "last tenth ms": 1e3 * statistics.median(rounds[-tenth:]),
+            "MB at a tenth": peaks[len(peaks) // 10],
+            "MB at the end": peaks[-1],
+        }
 
 
 def run_alone(count: int, arguments: argparse.Namespace) -> dict[str, Any]:

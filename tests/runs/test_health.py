@@ -12,7 +12,7 @@ import fedquilt as fq
 from fedquilt.federation.client import NOT_NEEDED
 from fedquilt.runs.event_lines import EventLines
 from fedquilt.runs.events import Evaluated, ProblemFound, RoundDone
-from fedquilt.runs.health import FEWEST_ROUNDS, find_problems
+from fedquilt.runs.health import FEWEST_ROUNDS, RECENT, add_to_history, find_problems
 
 CLASSES, CLIENTS = 10, 6
 GUESS = math.log(CLASSES)
@@ -83,6 +83,34 @@ def test_a_loss_that_is_low_already_need_not_fall():
 def test_only_the_last_phase_is_looked_at():
     warm_up = rounds([GUESS] * 9, phase="warm-up")
     assert kinds([*warm_up, *rounds(FALLING)]) == []
+
+
+def odd_scales(times):
+    return {str(c): times if c == 3 else 1.0 for c in range(CLIENTS)}
+
+
+@pytest.mark.parametrize(
+    "early",
+    [
+        rounds([1.0, 0.1, 0.5]),  # the lowest loss is long ago
+        rounds([0.5, 0.4, 1.0]),  # the first ones are lower than the last
+        [*rounds([2.0], scales=odd_scales(500.0)), *rounds([2.0], scales=odd_scales(300.0))],
+        rounds([None, None], scales=odd_scales(500.0)),
+        rounds([None, 9.0, 8.0]),
+    ],
+)
+@pytest.mark.parametrize("late", [0.3, 3.0])
+def test_a_history_stays_short_and_says_the_same(early, late):
+    """Rounds of another phase and old evaluations are of no use."""
+    warm_up = rounds([0.01] * 5, phase="warm-up", scales=odd_scales(900.0))
+    training = [*early, *rounds([late] * 3 * RECENT, losses={})]
+    records = [*warm_up, scored(accuracy=0.1), *training, scored()]
+    history = []
+    for record in records:
+        add_to_history(history, record)
+        assert len(history) <= 2 * RECENT + 5
+    assert history[-1] == records[-1]
+    assert find_problems(history, CLASSES) == find_problems(records, CLASSES)
 
 
 @pytest.mark.parametrize(

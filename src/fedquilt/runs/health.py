@@ -31,7 +31,7 @@ OFTEN = 3  # failures of a client
 SHARE = 0.25  # of all answers that are missing, above which a run is ill
 VALUES = ("", "user_", "personal_")  # of accuracy; one is enough
 NAMED = 3  # clients in one sentence
-ODD_SCALES = "odd_scales"  # of a record long ago, instead of all scales
+ODD_SCALES = "odd_scales"  # of rounds long ago, instead of all scales
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,7 @@ def _find_odd_data(records: Sequence[Record]) -> Iterable[Finding]:
 
     Round by round: what clients share draws their statistics after the odd ones.
     """
-    most: dict[int, float] = {}
-    for record in records:
-        for client, times in _measure_odd_scales(record).items():
-            most[client] = max(times, most.get(client, 0.0))
+    most = _find_largest(map(_measure_odd_scales, records))
     clients = tuple(sorted(most, key=lambda client: -most[client]))
     if clients:
         yield Finding(
@@ -187,6 +184,15 @@ def _find_odd_data(records: Sequence[Record]) -> Iterable[Finding]:
             "those of others; look at the scale of its inputs: averaging them spoils the model",
             clients,
         )
+
+
+def _find_largest(scales: Iterable[Mapping[int, float]]) -> dict[int, float]:
+    """The largest number of each client."""
+    most: dict[int, float] = {}
+    for own in scales:
+        for client, times in own.items():
+            most[client] = max(times, most.get(client, 0.0))
+    return most
 
 
 def _measure_odd_scales(record: Record) -> dict[int, float]:
@@ -203,10 +209,10 @@ def _measure_odd_scales(record: Record) -> dict[int, float]:
 
 
 def add_to_history(history: list[Record], record: Record) -> None:
-    """Adds a record to those that ``find_problems`` looks at, which stay few.
+    """Adds a record to those that ``find_problems`` looks at, of which there are never many.
 
-    Of evaluations the last one stays. Of a round long ago its loss stays, and what was odd in it,
-    so that a run of many thousand rounds does not need more memory than one of a hundred.
+    Of evaluations the last one stays. Of rounds those of the same phase stay, and of rounds long
+    ago a summary: so a run of many thousand rounds needs no more memory than one of a hundred.
 
     Args:
         history: The records so far; it is changed.
@@ -214,11 +220,26 @@ def add_to_history(history: list[Record], record: Record) -> None:
     """
     if "scores" in record:
         history[:] = [known for known in history if "scores" not in known]
+    else:
+        tests = [known for known in history if "scores" in known]
+        rounds = [known for known in history if known.get("phase") == record["phase"]]
+        old, recent = rounds[: -2 * RECENT], rounds[-2 * RECENT :]
+        history[:] = [*tests, *_summarize(old), *recent]
     history.append(record)
-    old = len(history) - 2 * RECENT
-    if old >= 0 and "scores" not in history[old]:
-        kept = {name: history[old][name] for name in ("round", "phase", "loss")}
-        history[old] = {**kept, ODD_SCALES: _measure_odd_scales(history[old])}
+
+
+def _summarize(rounds: Sequence[Record]) -> list[Record]:
+    """At most three records: of the first two losses and the lowest one, and of odd scales."""
+    losses = [record["loss"] for record in rounds if record["loss"] is not None]
+    odd = _find_largest(map(_measure_odd_scales, rounds))
+    kept = [*losses[:2], *([min(losses[2:])] if losses[2:] else [])]
+    if odd and not kept:
+        kept = [None]
+    scales = [odd, {}, {}]
+    return [
+        {"phase": rounds[-1]["phase"], "loss": loss, ODD_SCALES: own}
+        for loss, own in zip(kept, scales, strict=False)
+    ]
 
 
 def _find_failing(rounds: Sequence[Record]) -> Iterable[Finding]:
