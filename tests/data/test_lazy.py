@@ -15,6 +15,7 @@ from fedquilt.data import to_examples
 from fedquilt.data.partition import by_class
 from fedquilt.errors import DataError
 from fedquilt.federation.client import Client
+from fedquilt.federation.columns import CodedColumn, LabelColumn, RaggedColumn
 from fedquilt.federation.registry import MANY_CLIENTS, ClientRegistry
 from fedquilt.federation.state import Phase, sample_cohort
 from fedquilt.structure.budget import Budget
@@ -217,3 +218,31 @@ def test_the_query_for_statistics_asks_as_many_clients_as_wanted():
         (phase,) = method.closing_phases(setup)
         cohort = sample_cohort(clients, phase, seed=0)
         assert len(method.plan(setup, fq.State(0, phase.name, {}), cohort)) == count
+
+
+def make_registry(sizes, labels, budgets, kind=np.int64):
+    rows = [np.array(row, kind) for row in labels]
+    nothing = CodedColumn.repeat(None, len(rows))
+    return ClientRegistry(
+        range(len(rows)),
+        np.array(sizes, kind),
+        LabelColumn(RaggedColumn.of(rows)),
+        CodedColumn((Budget(1.0), Budget(0.5)), np.array(budgets, kind)),
+        CodedColumn.repeat("", len(rows)),
+        nothing,
+    )
+
+
+def test_every_number_of_the_columns_is_part_of_a_registrys_hash():
+    base = make_registry([1, 2, 3], [[0], [1, 2], []], [0, 1, 0])
+    others = [
+        make_registry([257, 2, 3], [[0], [1, 2], []], [0, 1, 0]),
+        make_registry([-255, 2, 3], [[0], [1, 2], []], [0, 1, 0]),
+        make_registry([1, 2, 3], [[0, 1], [2], []], [0, 1, 0]),
+        make_registry([1, 2, 3], [[0], [1, 258], []], [0, 1, 0]),
+        make_registry([1, 2, 3], [[0], [1, 2], []], [0, 0, 1]),
+    ]
+    hashes = {registry.hash_columns() for registry in (base, *others)}
+    assert len(hashes) == 1 + len(others)
+    small = make_registry([1, 2, 3], [[0], [1, 2], []], [0, 1, 0], np.int16)
+    assert small.hash_columns() == base.hash_columns()

@@ -222,18 +222,26 @@ def _list_parts(column: Sequence[object]) -> Iterator[bytes]:
         yield repr((column.values, column.block_codes.tolist(), column.starts.tolist())).encode()
     elif isinstance(column, CodedColumn):
         yield repr(column.values).encode()
-        yield np.ascontiguousarray(column.codes, np.int64).tobytes()
+        yield from _pack_integers(column.codes)
     elif isinstance(column, LabelColumn):
-        yield np.ascontiguousarray(column.rows.flat, np.int64).tobytes()
-        yield np.ascontiguousarray(column.rows.starts, np.int64).tobytes()
+        yield from _pack_integers(column.rows.flat)
+        yield from _pack_integers(column.rows.sizes)
     elif isinstance(column, ComputedColumn):
         yield f"{len(column)} of {column.source}".encode()
     elif isinstance(column, np.ndarray) and column.strides == (0,):  # one number for all
         yield repr((len(column), column[:1].tolist())).encode()
     elif isinstance(column, np.ndarray):
-        yield np.ascontiguousarray(column, np.int64).tobytes()
+        yield from _pack_integers(column)
     else:
         yield repr(column if isinstance(column, range) else list(column)).encode()
+
+
+def _pack_integers(numbers: Integers) -> Iterator[bytes]:
+    """Integers in the smallest type that holds them, which takes less time to hash."""
+    ends = int(numbers.min(initial=0)), int(numbers.max(initial=0))
+    kind = np.result_type(*map(np.min_scalar_type, ends))
+    yield f"{len(numbers)} {kind}".encode()
+    yield numbers.astype(kind).tobytes()
 
 
 class ClientsById(Mapping[int, Client]):
