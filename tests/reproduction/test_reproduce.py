@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -11,10 +12,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fedquilt.cli import app, main
+from fedquilt.comparison.scoring import Scoring
 from fedquilt.comparison.sources import LoadedSources
+from fedquilt.comparison.store import TrialStore
 from fedquilt.comparison.trial import compute_address
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.reproduction.experiment import (
+    Column,
     Experiment,
     ExperimentRow,
     choose_rows,
@@ -159,6 +163,39 @@ def test_nothing_is_done_twice_and_a_quick_version_is_apart(done):
     assert quick["method.scaler"] is False
 
 
+def test_runs_are_scored_as_the_experiment_says(done, tmp_path):
+    experiment = done[0]
+    row = ExperimentRow(name="attacked", scoring=Scoring(attack=True, epsilon=0.1, steps=2))
+    columns = (
+        Column(name="robust", score="robust_accuracy"),
+        Column(name="clean", score="user_accuracy"),
+    )
+    attacked = experiment.model_copy(update={"rows": (row,), "columns": columns, "curves": ()})
+    own = reproduce("p/t", attacked, tmp_path, seeds=(0,), workers=0).rows[0].values
+    (run,) = (tmp_path / "runs").iterdir()
+    words = ["evaluate", str(run), "--attack", "--epsilon", "0.1", "--steps", "2", "--json"]
+    largest = json.loads(CliRunner().invoke(app, words).stdout)["sizes"][0]
+    assert own["robust"] == (largest["robust_accuracy"],)
+    assert own["clean"] == (largest["user_accuracy"],)
+    assert own["robust"] < own["clean"]
+
+
+def test_a_column_reads_one_point_of_the_dial(done):
+    experiment, _, out, _ = done
+    trial = make_trial(experiment, experiment.rows[0], 0, LoadedSources(), quick=False)
+    result = TrialStore(out).find_result(compute_address(trial))
+    size = result.sizes[0]
+    dials = tuple(
+        replace(size, robustness=value, scores={"accuracy": 0.9 - 0.1 * value}) for value in (0, 1)
+    )
+    result = replace(result, sizes=dials)
+    column = Column(name="largest")
+    assert read_column(column, result) == 0.9
+    assert read_column(column.model_copy(update={"robustness": 1.0}), result) == 0.8
+    with pytest.raises(ConfigError, match=r"scoring\.robustness"):
+        read_column(column.model_copy(update={"robustness": 0.5}), result)
+
+
 def test_rows_and_seeds_are_done_one_by_one_and_the_table_has_all_that_are_done(done, tmp_path):
     experiment = done[0]
 
@@ -255,8 +292,6 @@ def test_a_wrong_file_is_named_with_what_is_wrong(change, words, tmp_path):
 
 def test_a_column_that_a_run_does_not_have_says_what_it_has(done):
     experiment, _, out, _ = done
-    from fedquilt.comparison.store import TrialStore
-
     trial = make_trial(experiment, experiment.rows[0], 0, LoadedSources(), quick=False)
     result = TrialStore(out).find_result(compute_address(trial))
     column = experiment.columns[0]

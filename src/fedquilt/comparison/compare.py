@@ -240,6 +240,7 @@ class ObjectTrial:
     subject: Subject
     population: Population
     clients_per_pass: ClassVar[int] = 1
+    scoring: ClassVar[None] = None
 
     @property
     def device(self) -> str:

@@ -67,6 +67,7 @@ def execute_trial(
         run,
         str(address),
         meter,
+        scores=run.scores if trial.scoring is None else trial.scoring.evaluate(run),
         wall_seconds=round(sum(times["seconds"] for times in read_times(directory)), 3),
         made_by={**read_environment(), "code": address.code, "commit": read_commit() or "unknown"},
         settings=dict(trial.describe()),

@@ -23,7 +23,7 @@ Scores = Mapping[str, Any]  # the scores of one size by name
 
 @dataclass(frozen=True)
 class SizeResult:
-    """A size of the finished model: its cost and its scores."""
+    """A size of the finished model, at one robustness: its cost and its scores."""
 
     size: float
     params: int
@@ -31,6 +31,7 @@ class SizeResult:
     memory: int
     bytes: int
     scores: Scores
+    robustness: float | None = None  # the dial; None where there is none
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,12 @@ class TrialResult:
             ) from problem
 
 
-def summarize_run(run: Run, key: str, meter: SpendingMeter, **more: Any) -> TrialResult:
-    """The result of a finished run that was kept in a directory."""
+def summarize_run(
+    run: Run, key: str, meter: SpendingMeter, *, scores: Sequence[SizeScore], **more: Any
+) -> TrialResult:
+    """The result of a finished run that was kept in a directory, with these scores."""
     assert run.directory is not None
-    prices = _price_sizes(run)
+    prices = _price_sizes(run, scores)
     tiers = list_tiers(run.user_setup.clients, prices)
     curve, phases = _read_curve(run, meter)
     return TrialResult(
@@ -146,8 +149,9 @@ def summarize_run(run: Run, key: str, meter: SpendingMeter, **more: Any) -> Tria
                 prices[score.width].memory,
                 prices[score.width].bytes,
                 extract_scores(score),
+                score.robustness,
             )
-            for score in run.scores
+            for score in scores
         ),
         tiers,
         curve,
@@ -203,13 +207,13 @@ def _find_size(budget: Budget, prices: Mapping[float, Cost]) -> float | None:
     return max(able, default=None)
 
 
-def _price_sizes(run: Run) -> dict[float, Cost]:
+def _price_sizes(run: Run, scores: Sequence[SizeScore]) -> dict[float, Cost]:
     """What each size of the finished model costs, with the memory of a training step."""
     return {
         score.width: compute_ensemble_cost(
             run.setup, run.method.ensemble(run.setup, run.state, score.width)
         )
-        for score in run.scores
+        for score in (*run.scores, *scores)
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from fedquilt.comparison.code_version import compute_code_hash
+from fedquilt.comparison.scoring import Scoring
 from fedquilt.data import ClientData, Dataset
 from fedquilt.files import hash_file, hash_tensor
 from fedquilt.runs.from_config import plan_run
@@ -80,6 +81,11 @@ class Trial(Protocol):
         """Everything that the result depends on but the code, as JSON."""
         ...
 
+    @property
+    def scoring(self) -> Scoring | None:
+        """How the finished run is scored; None: as it was at its end."""
+        ...
+
     def plan(self, folder: Path) -> RunPlan:
         """The run in this directory; its engine is not used."""
         ...
@@ -116,11 +122,13 @@ class ConfiguredTrial:
         variant: What is compared.
         config: All settings, resolved.
         data: The data that they name, with what identifies their contents.
+        scoring: How the finished run is scored; None: as it was at its end.
     """
 
     variant: str
     config: Config
     data: LoadedData
+    scoring: Scoring | None = None
 
     @property
     def seed(self) -> int:
@@ -153,7 +161,8 @@ class ConfiguredTrial:
         settings = {n: v for n, v in given.items() if not n.startswith(WITHOUT_INFLUENCE)}
         # without it the default would be meant, which may become another method
         settings["method.name"] = self.config.method.name
-        return {"settings": settings, "data": self.data.contents, **_hash_files(given)}
+        scored = {} if self.scoring is None else {"scoring": self.scoring.model_dump(mode="json")}
+        return {"settings": settings, "data": self.data.contents, **_hash_files(given), **scored}
 
     def plan(self, folder: Path) -> RunPlan:
         """The run in this directory."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedquilt.comparison.scoring import Scoring
 from fedquilt.comparison.trial import Trial
 from fedquilt.data import ConcatExamples
 from fedquilt.data.population import Population
@@ -55,6 +56,11 @@ class ValidationTrial:
     def clients_per_pass(self) -> int | str:
         """How many clients train in one pass."""
         return self.trial.clients_per_pass
+
+    @property
+    def scoring(self) -> Scoring | None:
+        """How the finished run is scored."""
+        return self.trial.scoring
 
     def describe(self) -> Mapping[str, Any]:
         """As the run itself, and the part that is held back."""

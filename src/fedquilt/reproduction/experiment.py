@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from fedquilt.comparison.scoring import Scoring
 from fedquilt.errors import ConfigError, describe_unknown
 from fedquilt.settings.load import flatten_settings
 from fedquilt.settings.schema import Section
@@ -26,6 +27,8 @@ class Column(Section):
     """The score, a cost of the size, or what the run spent: bytes_up, bytes_down, macs, seconds."""
     size: float | None = None
     """The size of the model. Left out: what ``over`` makes of all sizes."""
+    robustness: float | None = None
+    """The point of the robustness dial, of those that ``scoring`` names."""
     over: Literal["worst", "mean", "largest"] = "largest"
     """What is made of all sizes: the lowest value, the mean, or the value of the largest size."""
     round: int | None = None
@@ -52,6 +55,8 @@ class ExperimentRow(Section):
     """What it is called in the table."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """What differs from the settings of all rows."""
+    scoring: Scoring | None = None
+    """How these runs are scored. Left out: as all rows."""
     paper: dict[str, float] = Field(default_factory=dict)
     """The paper's values by column."""
     note: str = ""
@@ -73,6 +78,8 @@ class Experiment(Section):
     """The settings of all rows."""
     quick: dict[str, Any] = Field(default_factory=dict)
     """What a small version changes."""
+    scoring: Scoring | None = None
+    """How finished runs are scored. Left out: as every run is at its end."""
     columns: tuple[Column, ...] = Field(min_length=1)
     """The columns."""
     curves: tuple[Curve, ...] = ()

@@ -16,9 +16,11 @@ def read_column(column: Column, result: TrialResult) -> float:
     """The value of a column; an error says what the run has instead."""
     if column.round is None:
         spent = asdict(result.spent)
-        sizes = {
-            size.size: {**asdict(size), **size.scores, "scores": None} for size in result.sizes
-        }
+        sizes = {}
+        for size in result.sizes:
+            if column.robustness in (None, size.robustness):
+                scores = {**asdict(size), **size.scores, "scores": None}
+                sizes.setdefault(size.size, scores)  # of several robustnesses, the first one
     else:
         known = {point.round: point for point in result.curve}
         if column.round not in known:
@@ -45,6 +47,11 @@ def read_curve(curve: Curve, result: TrialResult) -> dict[int, float]:
 
 
 def _read_sizes(column: Column, sizes: Mapping[float, Mapping[str, Any]]) -> float:
+    if not sizes:
+        raise ConfigError(
+            f"column '{column.name}' reads robustness {column.robustness}, which was not scored; "
+            "add it to scoring.robustness"
+        )
     if column.size is not None:
         size = next((size for size in sizes if abs(size - column.size) < 1e-6), None)
         if size is None:

@@ -99,6 +99,8 @@ def make_trial(
     try:
         config = load_config(override_settings({}, flat))
         data = sources.load(config)
-        return ConfiguredTrial(row.name, resolve_config(config, data.load()), data)
+        return ConfiguredTrial(
+            row.name, resolve_config(config, data.load()), data, row.scoring or experiment.scoring
+        )
     except FedquiltError as problem:
         raise type(problem)(f"row '{row.name}': {problem}") from None

@@ -1,0 +1,42 @@
+"""How a finished run is scored, where that is not as every run is scored at its end."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from fedquilt.evaluation.scores import SizeScore
+from fedquilt.runs.run import Run
+from fedquilt.settings.schema import Section
+from fedquilt.training.attack import PGD
+
+
+class Scoring(Section):
+    """Scores of a finished run: at several robustnesses, under attack, or as papers score."""
+
+    widths: tuple[float, ...] | None = None
+    """The sizes. Left out: those that were trained."""
+    robustness: tuple[float, ...] = ()
+    """Points of the robustness dial."""
+    attack: bool = False
+    """Whether clients' test data are also attacked, with everything known about the model."""
+    epsilon: float = Field(8 / 255, gt=0)
+    """The most that the attack changes a pixel."""
+    steps: int = Field(7, ge=1)
+    """Steps of the attack."""
+    step_size: float | None = Field(None, gt=0)
+    """The size of a step. Left out: as ``PGD`` chooses it."""
+    batch_statistics: bool = False
+    """Whether each batch of test data is normalized by itself."""
+
+    def evaluate(self, run: Run) -> tuple[SizeScore, ...]:
+        """The scores of a run whose data are known."""
+        attack = PGD(epsilon=self.epsilon, steps=self.steps, step_size=self.step_size)
+        return tuple(
+            run.evaluate(
+                widths=self.widths,
+                robustness=self.robustness,
+                attack=attack if self.attack else None,
+                batch_statistics=self.batch_statistics,
+                workers=0,
+            )
+        )
