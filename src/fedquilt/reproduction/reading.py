@@ -16,7 +16,7 @@ def read_column(column: Column, result: TrialResult) -> float:
     """The value of a column; an error says what the run has instead."""
     if column.round is None:
         spent = asdict(result.spent)
-        sizes = {}
+        sizes: dict[float, Mapping[str, Any]] = {}
         for size in result.sizes:
             if column.robustness in (None, size.robustness):
                 scores = {**asdict(size), **size.scores, "scores": None}
