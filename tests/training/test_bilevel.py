@@ -145,9 +145,12 @@ def test_shares_learn_from_validation_data_and_weights_from_the_rest(context, tr
     assert not torch.equal(weights["as is"], weights["rest"])
 
 
-def test_with_all_shares_at_one_the_weights_are_those_of_plain_training(context, traced):
+@pytest.mark.parametrize("weight_step", ["top", "sampled"])
+def test_with_all_shares_at_one_the_weights_are_those_of_plain_training(
+    context, traced, weight_step
+):
     net, structure = traced
-    update, _ = done(context, recipe(keep_fraction=1.0, keep_lr=0.0))
+    update, _ = done(context, recipe(keep_fraction=1.0, keep_lr=0.0, weight_step=weight_step))
     _, rest = parted(30, 5)
     data = context.examples("train", 0).select(rest.numpy())
     plain = fq.LocalSGD(SETTINGS, 0.1)
@@ -157,6 +160,38 @@ def test_with_all_shares_at_one_the_weights_are_those_of_plain_training(context,
     assert update.subnets == (fq.Subnet(),)
     for name, tensor in update.params[0].items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_with_fixed_shares_the_top_channels_are_trained_as_a_subnet_of_them(context, traced):
+    net, structure = traced
+    fixed = recipe(groups=("conv",), keep_fraction=0.5, keep_lr=0.0)
+    update, _ = done(context, fixed)
+    top = fq.Subnet.from_channels({"conv": [1, 2, 4]})
+    data = context.examples("train", 0).select(parted(30, 5)[1].numpy())
+    task = Task(0, (top,), named_tensors(net), fq.LocalSGD(SETTINGS, 0.1), 5)
+    expected = task.recipe.run(task, ClientContext(net, structure, {"train": {0: data}})).update
+    assert update.subnets == expected.subnets == (top,)
+    for name, tensor in update.params[0].items():
+        torch.testing.assert_close(tensor, expected.params[0][name], rtol=1e-4, atol=1e-6)
+    sampled, _ = done(context, replace(fixed, weight_step="sampled", softness=9.0))
+    assert not sampled.params[0]["hidden.bias"].equal(update.params[0]["hidden.bias"])
+
+
+def test_what_goes_back_is_what_was_trained_last_although_other_channels_matter_more_since(
+    context, traced
+):
+    """Activations of the validation data choose the channels that are trained, and sent."""
+    net, _ = traced
+    fixed = recipe(groups=("hidden",), keep_fraction=0.25, keep_lr=0.0)
+    top = {}
+    for rows, name in zip(parted(30, 5), ("held", "rest"), strict=True):
+        inner = net.norm(net.conv(context.examples("train", 0).batch(rows)[0])).relu().flatten(1)
+        activity = net.hidden(inner).relu().mean(0)
+        top[name] = sorted(activity.topk(2).indices.tolist())
+    assert top["held"] != top["rest"]
+    assert done(context, fixed)[0].subnets[0].channels("hidden").tolist() == top["held"]
+    sampled, _ = done(context, replace(fixed, weight_step="sampled"))
+    assert sampled.subnets[0].channels("hidden").tolist() == top["rest"]
 
 
 def test_a_client_goes_on_from_its_own_shares_or_starts_anew(context):
@@ -192,9 +227,10 @@ def test_the_weight_of_the_shares_follows_the_labels(context):
     assert recipe().penalty(skewed, 3) == pytest.approx(0.5 + label_divergence(np.array([4, 1, 0])))
 
 
+@pytest.mark.parametrize("weight_step", ["top", "sampled"])
 @pytest.mark.parametrize("importance", ["slimming", "lrp"])
-def test_the_same_seed_gives_the_same_bits_and_another_does_not(context, importance):
-    settings = recipe(importance=importance)
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(context, importance, weight_step):
+    settings = recipe(importance=importance, weight_step=weight_step)
     one, two, other = (done(context, settings, seed=s)[0] for s in (5, 5, 6))
     assert one.subnets == two.subnets
     assert all(one.params[0][n].equal(two.params[0][n]) for n in one.params[0])
@@ -231,8 +267,9 @@ def test_relevance_finds_the_channels_that_matter_where_scales_and_activations_d
     assert chosen["lrp"].channels("hidden").tolist() == [4, 5, 6, 7]
 
 
-def test_relevance_is_that_of_validation_data_before_every_epoch_and_at_the_end(
-    context, monkeypatch
+@pytest.mark.parametrize(("weight_step", "passes"), [("top", 2), ("sampled", 3)])
+def test_relevance_is_that_of_validation_data_before_every_epoch_and_where_channels_are_chosen(
+    context, monkeypatch, weight_step, passes
 ):
     seen, real = [], bilevel.compute_relevance
 
@@ -242,11 +279,10 @@ def test_relevance_is_that_of_validation_data_before_every_epoch_and_at_the_end(
 
     monkeypatch.setattr(bilevel, "compute_relevance", watched)
     twice = replace(SETTINGS, epochs=2)
-    update, _ = done(
-        context, recipe(local_training=twice, keep_fraction=0.5, keep_lr=0.0, importance="lrp")
-    )
+    fixed = recipe(local_training=twice, keep_fraction=0.5, keep_lr=0.0, importance="lrp")
+    update, _ = done(context, replace(fixed, weight_step=weight_step))
     expected, _ = context.examples("train", 0).batch(parted(30, 5)[0])
-    assert len(seen) == 3
+    assert len(seen) == passes
     assert all(x.equal(expected) for x, _ in seen)
     assert not seen[0][1]["conv"].equal(seen[-1][1]["conv"])
     for group, count in (("conv", 3), ("hidden", 4)):
@@ -263,16 +299,18 @@ def test_relevance_is_in_means_of_its_group(context, monkeypatch):
         return real(share, importance, softness, noise)
 
     monkeypatch.setattr(bilevel, "sample_gates", watched)
-    done(context, recipe(importance="lrp"))
+    done(context, recipe(importance="lrp", weight_step="sampled"))
     assert [len(b) for b in drawn] == [6, 8] * 2
     for importance in drawn:
         assert float(importance.mean()) == pytest.approx(1.0, rel=1e-5)
         assert float(importance.std()) > 0.1
 
 
-def test_an_importance_that_there_is_not_is_refused():
+def test_words_that_are_not_known_are_refused():
     with pytest.raises(ConfigError, match="importance 'magnitude' is not known; choose one of: "):
         recipe(importance="magnitude")
+    with pytest.raises(ConfigError, match="weight step 'once' is not known; choose one of: "):
+        recipe(weight_step="once")
 
 
 @pytest.mark.parametrize("importance", ["slimming", "lrp"])

@@ -27,7 +27,7 @@ from fedquilt.structure.derive import restrict_structure
 from fedquilt.structure.structure import TRACKED, Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training import relevance
-from fedquilt.training.bilevel import Bilevel, Importance
+from fedquilt.training.bilevel import Bilevel, Importance, WeightStep
 from fedquilt.training.gating import find_gateable_groups
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.tracking import without_running_stats
@@ -46,7 +46,9 @@ class ADDS(BaseMethod):
     training: the subnets of a client differ from step to step. At the end clients are asked for the
     statistics of the whole net, and keep those of the subnet that they chose last. ``importance``
     is what channels are chosen by: ``"slimming"``, scales of normalization and activations, or
-    ``"lrp"``, relevance (extra ``fedquilt[lrp]``).
+    ``"lrp"``, relevance (extra ``fedquilt[lrp]``). Fractions are learned with subnets that are
+    sampled. Weights are trained in the most important channels, which are those that are sent, or
+    with ``weight_step="sampled"`` in sampled subnets, too.
 
     Args:
         local_training: Settings of local training.
@@ -62,6 +64,8 @@ class ADDS(BaseMethod):
         persistent: Whether a client goes on from its own fractions.
         by_examples: Whether clients count by their examples, as in FedAvg.
         importance: What channels are chosen by: slimming or lrp.
+        weight_step: What a step of the weights trains: top, the most important channels; or
+            sampled, a subnet that is drawn for the step.
 
     >>> import torch, fedquilt as fq
     >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
@@ -87,6 +91,7 @@ class ADDS(BaseMethod):
     persistent: bool = False
     by_examples: bool = False
     importance: Importance = "slimming"
+    weight_step: WeightStep = "top"
 
     def __post_init__(self) -> None:
         """Refuses settings that make no sense."""
@@ -150,6 +155,7 @@ class ADDS(BaseMethod):
             persistent=self.persistent,
             by_examples=self.by_examples,
             importance=self.importance,
+            weight_step=self.weight_step,
         )
         return same_for_all(setup, state, cohort, recipe, self.without_untracked(Subnet()))
 

@@ -34,6 +34,7 @@ from fedquilt.training.sampling import label_divergence, sample_gates
 from fedquilt.training.settings import LocalTraining
 
 Importance = Literal["slimming", "lrp"]
+WeightStep = Literal["top", "sampled"]
 SHARES = "shares"  # under this name a client keeps its architecture
 
 
@@ -41,8 +42,9 @@ SHARES = "shares"  # under this name a client keeps its architecture
 class Bilevel:
     """The recipe: a step of the shares on validation data and a step of the weights, in turn.
 
-    Every step draws a subnet. A share of channels is trained for each of ``groups``; others are
-    whole. In the end the most important channels of each group are the subnet that is sent.
+    A step of the shares draws a subnet. A share of channels is trained for each of ``groups``;
+    others are whole. In the end the most important channels of each group are the subnet that is
+    sent.
 
     Args:
         local_training: Optimizer of the weights, epochs and batches.
@@ -76,10 +78,15 @@ class Bilevel:
     persistent: bool = True
     by_examples: bool = False
     importance: Importance = "slimming"
+    weight_step: WeightStep = "top"
 
     def __post_init__(self) -> None:
-        """Refuses an unknown importance."""
-        validate_importance(self.importance)
+        """Refuses words that are not known."""
+        for name, words in (("importance", Importance), ("weight_step", WeightStep)):
+            given = getattr(self, name)
+            if given not in get_args(words):
+                problem = describe_unknown(name.replace("_", " "), given, get_args(words))
+                raise ConfigError(problem)
 
     def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Trains, and sends the most important channels."""
@@ -99,9 +106,7 @@ class Bilevel:
                 self, module, context.structure, gates, shares, optimizer, context.client_loss()
             )
             loss = local.train(data, validation, training, task.seed, context.report_progress)
-            if not bool(torch.isfinite(shares).all()):
-                raise TrainingError("its shares are not finite any more; its training diverged")
-            subnet = local.choose_subnet()
+            subnet = local.get_subnet()
         metrics = {"loss": loss, "examples": len(training), "share": float(shares.mean())}
         sent = Subnet(subnet.kept, excluded=whole.excluded)
         tensors = context.tensors(module, sent, whole)
@@ -157,6 +162,7 @@ class _BilevelTrainer:
         self._loss = loss
         self._norms = read_norm_scales(module, structure, settings.groups)
         self._relevance: Mapping[str, Tensor] | None = None
+        self._top: Mapping[str, Tensor] = {}  # the channels of each group that were trained last
         if settings.importance == "slimming":
             gates.wants_activity = frozenset(g for g in settings.groups if not self._norms[g])
 
@@ -204,7 +210,9 @@ class _BilevelTrainer:
             before_epoch=before_epoch,
             before_batch=step_shares,
         )
-        self._measure_relevance(data, validation)
+        if self._settings.weight_step == "sampled":
+            self._measure_relevance(data, validation)
+            self._top = self._find_top()
         return loss
 
     def _measure_relevance(self, data: ClientData, rows: Tensor) -> None:
@@ -232,11 +240,17 @@ class _BilevelTrainer:
         (gradient,) = torch.autograd.grad(loss, [shares])
         self._shares -= self._settings.keep_lr * gradient
         self._shares.clamp_(self._settings.min_fraction, 1.0)
+        if not bool(torch.isfinite(self._shares).all()):
+            raise TrainingError("its shares are not finite any more; its training diverged")
 
     def _step_weights(self, batch: Batch, noise: torch.Generator) -> Tensor:
-        """Line 14: w descends on L_train, through a subnet that is drawn."""
+        """Line 14: w descends on L_train, through the top channels or a subnet that is drawn."""
         with torch.no_grad():
-            self._draw_gates(self._shares, noise)
+            if self._settings.weight_step == "top":
+                self._top = self._find_top()
+                self._gates.values = {g: self._open(g, rows) for g, rows in self._top.items()}
+            else:
+                self._draw_gates(self._shares, noise)
         loss = self._loss.of_batch(self._module, batch)
         self._optimizer.step(loss)
         return loss.detach()
@@ -266,15 +280,27 @@ class _BilevelTrainer:
     def _zeros(self, group: str) -> Tensor:
         return torch.zeros(self._structure.groups[group].size, device=self._shares.device)
 
-    def choose_subnet(self) -> Subnet:
-        """Line 16: the top ⌈α C⌉ channels of each group."""
+    def _open(self, group: str, channels: Tensor) -> Tensor:
+        """Gates that are open for some channels."""
+        return self._zeros(group).index_fill(0, channels, 1.0)
+
+    def _find_top(self) -> Mapping[str, Tensor]:
+        """The top ⌈α C⌉ channels of each group."""
         channels = {}
         for share, group in zip(self._shares.tolist(), self._settings.groups, strict=True):
             count = count_leading(self._structure.groups[group].size, share)
             order = self._compute_importance(group).argsort(descending=True, stable=True)
-            channels[group] = order[:count].tolist()
+            channels[group] = order[:count]
+        return channels
+
+    def get_subnet(self) -> Subnet:
+        """Line 16: the top channels; those that the last step trained, if it trained the top."""
         return Subnet.from_channels(
-            {g: c for g, c in channels.items() if len(c) < self._structure.groups[g].size}
+            {
+                group: channels.tolist()
+                for group, channels in self._top.items()
+                if len(channels) < self._structure.groups[group].size
+            }
         )
 
 
@@ -292,12 +318,6 @@ def divide_by_mean(values: Tensor) -> Tensor:
     tensor([0.5000, 1.5000])
     """
     return values / values.mean().clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def validate_importance(given: str) -> None:
-    """Raises a ConfigError unless it is a known measure of importance."""
-    if given not in get_args(Importance):
-        raise ConfigError(describe_unknown("importance", given, get_args(Importance)))
 
 
 def read_norm_scales(
