@@ -25,7 +25,7 @@ from fedquilt.reproduction.experiment import (
     load_experiment,
 )
 from fedquilt.reproduction.reproduce import reproduce as reproduce_experiment
-from fedquilt.reproduction.store import store
+from fedquilt.reproduction.store import load, store
 from fedquilt.reproduction.table import Reproduction, describe, list_departures, make_section
 
 EXAMPLE = "fedquilt reproduce heterofl/table-1-mnist --quick"
@@ -96,6 +96,7 @@ def reproduce(
                         rows=None if rows is None else choose_rows(experiment, rows),
                         seeds=_list_seeds(seeds),
                         quick=quick,
+                        stored=None if save is None else load(save, name),
                         workers=workers,
                         any_code=any_code,
                         on_event=log,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from fedquilt.comparison.progress import ComparisonCallback, ignore_events
@@ -10,11 +10,11 @@ from fedquilt.comparison.queue import FailedTrial, run_trials
 from fedquilt.comparison.results import TrialResult
 from fedquilt.comparison.sources import LoadedSources
 from fedquilt.comparison.store import TrialStore
-from fedquilt.comparison.trial import ConfiguredTrial, compute_address
+from fedquilt.comparison.trial import Address, ConfiguredTrial, compute_address
 from fedquilt.errors import FedquiltError, TrainingError
 from fedquilt.reproduction.experiment import Experiment, ExperimentRow
 from fedquilt.reproduction.reading import read_column, read_curve
-from fedquilt.reproduction.table import Reproduction, RowResult
+from fedquilt.reproduction.table import Reproduction, RowResult, RunValues
 from fedquilt.runs.environment import read_environment
 from fedquilt.settings.load import load_config, override_settings
 from fedquilt.settings.resolve import resolve_config
@@ -28,6 +28,7 @@ def reproduce(
     rows: Collection[str] | None = None,
     seeds: tuple[int, ...] | None = None,
     quick: bool = False,
+    stored: Reproduction | None = None,
     workers: int | None = None,
     any_code: bool = False,
     on_event: ComparisonCallback = ignore_events,
@@ -41,54 +42,76 @@ def reproduce(
         rows: The rows that are run; None: all. Others are in the table if they were run before.
         seeds: The seeds of each of these rows; None: those of the experiment.
         quick: Whether the small version is done.
+        stored: Values that were stored before, of runs that may be gone.
         workers: How many runs are done at a time; None: one per core, 0: one in this process.
-        any_code: Whether results that other code made count.
+        any_code: Whether runs that other code made, also stored ones, count as done.
         on_event: Is called with what happens.
     """
     chosen = experiment.seeds if seeds is None else seeds
-    known = dict.fromkeys((*experiment.seeds, *chosen))
+    before = Reproduction(name, ()) if stored is None else stored
+    known = dict.fromkeys((*experiment.seeds, *chosen, *(r.seed for r in before.runs.values())))
     sources = LoadedSources()
     store = TrialStore(out, any_code=any_code)
-    done: dict[str, dict[int, TrialResult]] = {row.name: {} for row in experiment.rows}
     failed: dict[str, str] = {}
+    done: dict[str, list[RunValues]] = {row.name: [] for row in experiment.rows}
     with store.hold():
         trials = {
             (row.name, seed): make_trial(experiment, row, seed, sources, quick=quick)
             for row in experiment.rows
             for seed in known
         }
-        asked = [key for key in trials if key[1] in chosen and (rows is None or key[0] in rows)]
+        kept = {
+            key: _find_stored(experiment, before, key[0], trial) for key, trial in trials.items()
+        }
+        asked = [
+            (row, seed)
+            for row, seed in trials
+            if seed in chosen
+            and (rows is None or row in rows)
+            and not (any_code and kept[row, seed] is not None)
+        ]
         outcomes = run_trials(
             [trials[key] for key in asked], store, workers=workers, on_event=on_event
         )
         for (row, _), outcome in zip(asked, outcomes, strict=True):
             if isinstance(outcome, FailedTrial):
                 failed[row] = outcome.problem
-        for (row, seed), trial in trials.items():
-            result = store.find_result(compute_address(trial))
-            if result is not None:
-                done[row][seed] = result
+        for key, trial in trials.items():
+            address = compute_address(trial)
+            result = store.find_result(address)
+            values = kept[key] if result is None else _read_run(experiment, address, result)
+            if values is not None:
+                done[key[0]].append(values)
     if failed and len(failed) == len({row for row, _ in asked}):
         raise TrainingError(f"{name}: runs of every row failed; {next(iter(failed.values()))}")
-    finished = {row: own for row, own in done.items() if own and row not in failed}
-    results = [result for own in finished.values() for result in own.values()]
+    finished = [RowResult(row, tuple(r)) for row, r in done.items() if r and row not in failed]
     return Reproduction(
-        name,
-        tuple(_read_row(experiment, row, own) for row, own in finished.items()),
-        failed=failed,
-        is_quick=quick,
-        rounds=tuple(sorted({result.rounds for result in results})),
-        commits=tuple(sorted({result.made_by["commit"] for result in results})),
-        hours=round(sum({r.key: r.wall_seconds for r in results}.values()) / 3600, 3),
-        environment=read_environment(),
+        name, tuple(finished), failed=failed, is_quick=quick, environment=read_environment()
     )
 
 
-def _read_row(experiment: Experiment, row: str, results: Mapping[int, TrialResult]) -> RowResult:
-    runs = results.values()
-    values = {c.name: tuple(read_column(c, run) for run in runs) for c in experiment.columns}
-    curves = {c.name: tuple(read_curve(c, run) for run in runs) for c in experiment.curves}
-    return RowResult(row, values, tuple(results), curves)
+def _find_stored(
+    experiment: Experiment, stored: Reproduction, row: str, trial: ConfiguredTrial
+) -> RunValues | None:
+    """Values that were stored of this run, if none is missing."""
+    run = stored.find(row, compute_address(trial).content)
+    is_whole = run is not None and (
+        all(column.name in run.values for column in experiment.columns)
+        and all(curve.name in run.curves for curve in experiment.curves)
+    )
+    return run if is_whole else None
+
+
+def _read_run(experiment: Experiment, address: Address, result: TrialResult) -> RunValues:
+    return RunValues(
+        result.seed,
+        address.content,
+        result.made_by["commit"],
+        result.rounds,
+        round(result.wall_seconds, 1),
+        {column.name: read_column(column, result) for column in experiment.columns},
+        {curve.name: read_curve(curve, result) for curve in experiment.curves},
+    )
 
 
 def make_trial(

@@ -20,13 +20,38 @@ CLEAR = 2.0  # standard errors: what is further from the paper is named
 
 
 @dataclass(frozen=True)
+class RunValues:
+    """The values of one run.
+
+    Args:
+        seed: Its seed.
+        content: A hash of what it is made of: settings and data.
+        commit: The version of the code that made it.
+        rounds: Its rounds.
+        seconds: How long it took on one core.
+        values: The values by column.
+        curves: The values of each curve by round.
+    """
+
+    seed: int
+    content: str
+    commit: str
+    rounds: int
+    seconds: float
+    values: Mapping[str, float]
+    curves: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RowResult:
-    """The values of a row: by column, one for each seed; of curves, by round."""
+    """The runs of a row, one for each seed."""
 
     name: str
-    values: Mapping[str, tuple[float, ...]]
-    seeds: tuple[int, ...]
-    curves: Mapping[str, tuple[Mapping[int, float], ...]] = field(default_factory=dict)
+    runs: tuple[RunValues, ...]
+
+    def get_values(self, column: str) -> tuple[float, ...]:
+        """The values of a column, one for each seed."""
+        return tuple(run.values[column] for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -38,9 +63,6 @@ class Reproduction:
         rows: The values of its rows.
         failed: Rows of which a run failed, and why.
         is_quick: Whether it was the small version.
-        rounds: The rounds of its runs.
-        commits: The versions of the code that made them.
-        hours: How long all runs took together, of one core.
         environment: What it was measured on.
     """
 
@@ -48,10 +70,17 @@ class Reproduction:
     rows: tuple[RowResult, ...]
     failed: Mapping[str, str] = field(default_factory=dict)
     is_quick: bool = False
-    rounds: tuple[int, ...] = ()
-    commits: tuple[str, ...] = ()
-    hours: float = 0.0
     environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> Mapping[str, RunValues]:
+        """All runs; one that is in two rows counts once."""
+        return {run.content: run for row in self.rows for run in row.runs}
+
+    def find(self, row: str, content: str) -> RunValues | None:
+        """The run of a row that is made of the same; None if it was not done."""
+        runs = (run for own in self.rows if own.name == row for run in own.runs)
+        return next((run for run in runs if run.content == content), None)
 
     def to_document(self) -> dict[str, Any]:
         """The values as JSON."""
@@ -61,26 +90,23 @@ class Reproduction:
     def from_document(cls, document: Mapping[str, Any]) -> Reproduction:
         """The reproduction that ``to_document`` wrote."""
         try:
-            values = dict(document)
-            values["rows"] = tuple(
-                RowResult(
-                    row["name"],
-                    {name: tuple(numbers) for name, numbers in row["values"].items()},
-                    tuple(row["seeds"]),
-                    {
-                        name: tuple({int(r): v for r, v in run.items()} for run in runs)
-                        for name, runs in row.get("curves", {}).items()
-                    },
-                )
-                for row in values["rows"]
+            rows = tuple(
+                RowResult(row["name"], tuple(map(_read_run, row["runs"])))
+                for row in document["rows"]
             )
-            for name in ("rounds", "commits"):
-                values[name] = tuple(values[name])
-            return cls(**values)
-        except (KeyError, TypeError, AttributeError) as problem:
+            return cls(**{**document, "rows": rows})
+        except (KeyError, TypeError, AttributeError, ValueError) as problem:
             raise CorruptFileError(
                 f"this is not a result that fedquilt reproduce writes ({problem}); reproduce again"
             ) from problem
+
+
+def _read_run(document: Mapping[str, Any]) -> RunValues:
+    curves = {
+        name: {int(round): value for round, value in curve.items()}  # keys are text in JSON
+        for name, curve in document["curves"].items()
+    }
+    return RunValues(**{**document, "curves": curves})
 
 
 def make_section(experiment: Experiment, done: Reproduction) -> Section:
@@ -104,8 +130,8 @@ def make_figures(experiment: Experiment, done: Reproduction) -> list[Lines]:
     """The pictures of curves over rounds: means over seeds, a line for each row."""
     figures = []
     for curve in experiment.curves:
-        runs = {row.name: row.curves.get(curve.name, ()) for row in done.rows}
-        lines = {name: _average(own) for name, own in runs.items() if own}
+        runs = {row.name: [run.curves[curve.name] for run in row.runs] for row in done.rows}
+        lines = {name: _average(own) for name, own in runs.items()}
         label = f"{curve.score.replace('_', ' ')}, %"
         figures.append(Lines(curve.name, "round", label, lines, is_linear=True))
     return figures
@@ -126,11 +152,11 @@ def list_departures(experiment: Experiment, done: Reproduction) -> list[str]:
     for row, result in _pair_rows(experiment, done):
         found = []
         for column in experiment.columns:
-            theirs, ours = row.paper.get(column.name), Estimate.of(result.values[column.name])
+            theirs, ours = row.paper.get(column.name), Estimate.of(result.get_values(column.name))
             if theirs is None or ours is None or ours.deviation is None:
                 continue
             scale = 100 if column.unit == "%" else 1
-            error = scale * ours.deviation / math.sqrt(len(result.seeds))
+            error = scale * ours.deviation / math.sqrt(len(result.runs))
             difference = scale * ours.mean - theirs
             if abs(difference) > CLEAR * error:
                 found.append(f"{column.name} {difference:+.1f}")
@@ -142,12 +168,14 @@ def list_departures(experiment: Experiment, done: Reproduction) -> list[str]:
 
 def describe(experiment: Experiment, done: Reproduction) -> list[str]:
     """How it was measured, and what is not as in the paper, a sentence each."""
-    seeds = max((len(row.seeds) for row in done.rows), default=0)
-    rounds = ", ".join(map(str, done.rounds))
-    noun, commits = format_count(seeds, "seed"), ", ".join(done.commits)
+    runs = done.runs.values()
+    seeds = max((len(row.runs) for row in done.rows), default=0)
+    rounds = ", ".join(map(str, sorted({run.rounds for run in runs})))
+    commits = ", ".join(sorted({run.commit for run in runs}))
+    hours = sum(run.seconds for run in runs) / 3600
     lines = [
-        f"{'Mean ± deviation over ' if seeds > 1 else ''}{noun}, {rounds} rounds, commit "
-        f"{commits}, {done.hours:.1f} core-hours."
+        f"{'Mean ± deviation over ' if seeds > 1 else ''}{format_count(seeds, 'seed')}, {rounds} "
+        f"rounds, commit {commits}, {hours:.1f} core-hours."
     ]
     known = {row.name for row in done.rows} | set(done.failed)
     missing = [row.name for row in experiment.rows if row.name not in known]
@@ -168,7 +196,7 @@ def _pair_rows(
 
 def _label(experiment: Experiment, result: RowResult) -> str:
     """The name of a row, with the number of its seeds where some were not run."""
-    own = len(result.seeds)
+    own = len(result.runs)
     return (
         result.name
         if own >= len(experiment.seeds)
@@ -177,7 +205,7 @@ def _label(experiment: Experiment, result: RowResult) -> str:
 
 
 def _format(column: Column, result: RowResult) -> str:
-    estimate = Estimate.of(result.values.get(column.name, ()))
+    estimate = Estimate.of(result.get_values(column.name))
     if estimate is None:
         return "-"
     scale = 100 if column.unit == "%" else 1
