@@ -15,6 +15,7 @@ from fedquilt.errors import ConfigError
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Number = Annotated[int, Field(ge=0)]

@@ -749,6 +749,68 @@ def test_clients_answer_with_statistics_of_their_own(world, local_training):
     assert scores[0].user_accuracy == pytest.approx(sum(shares) / 2)
 
 
+def normalize_personally(net, structure, train, kind, seed):
+    """A net that answers as Appendix A.3 has it, by hand."""
+    if kind == "batch":
+        return net.train()  # each batch of test data by itself
+    norms = [layer for layer in net.modules() if isinstance(layer, nn.BatchNorm2d)]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad(), scale_outputs(net.train(), structure):
+        for _ in range(20):
+            for rows in iterate_batches(16, 4, generator):
+                net(train.inputs[rows])
+    return net.eval()
+
+
+@pytest.mark.parametrize("kind", ["batch", "post", "tracked"])
+def test_personal_accuracy_is_that_of_the_paper_and_user_accuracy_that_of_what_is_taken_away(
+    trained, world, kind
+):
+    run = trained(statistics=kind)
+    plain, scored = run.evaluate(workers=0), run.evaluate(workers=0, personal_statistics=True)
+    assert [s.user_accuracy for s in scored] == [s.user_accuracy for s in run.scores]
+    assert all(score.personal_accuracy is None for score in plain)
+    if kind == "tracked":  # a client has no others
+        assert [s.personal_accuracy for s in scored] == [s.user_accuracy for s in scored]
+        return
+    setup, people = run.setup, world.people
+    for score, count in zip(scored, (4, 3, 2, 1), strict=True):
+        shares = []
+        for client in range(4):
+            test, logits = people.test[client], torch.zeros(5, 4)
+            for number in range(count):
+                tensors = own(run.state.params, number)
+                net = build_module(setup.model, setup.structure, Subnet(), tensors)
+                seed = derive_seed(derive_seed(0, client), 1)
+                train = people.train[client]
+                net = normalize_personally(net, setup.structure, train, kind, seed)
+                scaled = scale_outputs(net, setup.structure) if kind == "post" else nullcontext()
+                with torch.no_grad(), scaled:
+                    logits += net(test.inputs) / count
+            shares.append((logits.argmax(1) == test.labels).double().mean().item())
+        assert score.personal_accuracy == pytest.approx(sum(shares) / 4)
+    assert [s.personal_accuracy for s in scored] != [s.user_accuracy for s in scored]
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (fq.SplitMix(), "batch"),
+        (fq.SplitMix(statistics="local"), None),  # they are the client's own anyway
+        (fq.SHeteroFL(), "batch"),
+        (fq.SHeteroFL(statistics="tracked"), None),
+        (fq.FedAvg(statistics="batch"), "batch"),
+        (fq.FedAvg(), None),
+        (fq.HeteroFL(), None),  # its paper scores with statistics that all clients find together
+    ],
+)
+def test_a_method_knows_the_statistics_that_its_paper_scores_with(method, expected):
+    assert method.personal_statistics == expected
+
+
 # Budgets
 
 

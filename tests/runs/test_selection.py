@@ -200,9 +200,40 @@ def test_of_an_error_the_smaller_one_is_better():
 
 def test_sizes_are_compared_by_their_mean_or_by_the_worst():
     scores = [fq.SizeScore(w, 1, 1, a, None, None, 10) for w, a in ((1.0, 0.8), (0.5, 0.2))]
-    assert compute_score(scores, "mean") == pytest.approx(0.5)
-    assert compute_score(scores, "worst") == pytest.approx(0.2)
-    assert compute_score([], "mean") is None
+    assert compute_score(scores, fq.Selection()) == pytest.approx(0.5)
+    assert compute_score(scores, fq.Selection(over="worst")) == pytest.approx(0.2)
+    assert compute_score([], fq.Selection()) is None
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("make", [fq.SplitMix, fq.fedavg_at])
+def test_models_are_compared_as_split_mix_selects(make, share):
+    """The mean over clients at the largest size: (1 - share) · clean + share · under attack."""
+    pixels, labels = make_data(72, 1)
+    pixels = torch.sigmoid(3 * (pixels - 1))
+    people = fq.make_clients(
+        (pixels[:48], labels[:48]), test=(pixels[48:], labels[48:]), count=3, validation=0.3
+    )
+    training = fq.LocalTraining(lr=0.05, epochs=2, batch_size=6)
+    options = {"base": 0.5, "robust": True} if make is fq.SplitMix else {}
+    method = make(training, epsilon=0.2, steps=2, **options)
+    events: list[Any] = []
+    run = train(
+        people,
+        method,
+        rounds=2,
+        selection=fq.Selection(over="largest", robust=share, patience=9),
+        callbacks=[events.append],
+    )
+    compared = [e.validation for e in events if isinstance(e, fq.Evaluated) and not e.is_final]
+    held = replace(people, test=people.validation)
+    dials = (0.0, 1.0) if make is fq.SplitMix else ()
+    clean, *_, attacked = 2 * run.evaluate(
+        held, widths=1.0, robustness=dials, attack=method.attack, workers=0
+    )
+    expected = (1 - share) * clean.user_accuracy + share * attacked.robust_accuracy
+    assert compared[-1] == pytest.approx(expected)
+    assert clean.user_accuracy != attacked.robust_accuracy
 
 
 def test_a_selection_that_cannot_be_made_is_refused_at_the_door(clients, tmp_path):
@@ -213,6 +244,8 @@ def test_a_selection_that_cannot_be_made_is_refused_at_the_door(clients, tmp_pat
         train(clients, cadence=fq.Cadence(), out=tmp_path / "run")
     with pytest.raises(ConfigError, match="no part of the privacy budget pays for it"):
         train(clients, "fedavg", privacy=fq.Privacy(epsilon=8.0), out=tmp_path / "run")
+    with pytest.raises(ConfigError, match="HeteroFL trains against no attack, so models cannot"):
+        train(clients, selection=fq.Selection(keep="best", robust=0.5), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     for wrong in ({"keep": "first"}, {"patience": 0}, {"min_delta": -1.0}, {"over": "best"}):
         with pytest.raises(ConfigError, match=f"setting '{next(iter(wrong))}' of Selection"):

@@ -54,6 +54,13 @@ def evaluate(
             "the data then matters.",
         ),
     ] = False,
+    personal_statistics: Annotated[
+        bool,
+        typer.Option(
+            "--personal-statistics",
+            help="Also with statistics of each client's own data, as the method's paper scores.",
+        ),
+    ] = False,
     data: Annotated[
         str | None, typer.Option(help="Other data than the run's: a set, .npz or folder.")
     ] = None,
@@ -80,6 +87,7 @@ def evaluate(
         robustness=dials,
         attack=attacker,
         batch_statistics=batch_statistics,
+        personal_statistics=personal_statistics,
         workers=workers,
         device=device,
     )

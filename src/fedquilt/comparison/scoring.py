@@ -27,6 +27,9 @@ class Scoring(Section):
     """The size of a step. Left out: as ``PGD`` chooses it."""
     batch_statistics: bool = False
     """Whether each batch of test data is normalized by itself."""
+    personal_statistics: bool = False
+    """Whether there is also personal_accuracy: with statistics of each client's own data, as the
+    paper of the method scores."""
 
     def evaluate(self, run: Run) -> tuple[SizeScore, ...]:
         """The scores of a run whose data are known."""
@@ -37,6 +40,7 @@ class Scoring(Section):
                 robustness=self.robustness,
                 attack=attack if self.attack else None,
                 batch_statistics=self.batch_statistics,
+                personal_statistics=self.personal_statistics,
                 workers=0,
             )
         )

@@ -9,7 +9,10 @@ robust accuracy, on attacked inputs; and where clients come from a few domains, 
 also told for each of these. For methods with personal models all are means over
 clients of what each one's own model gets. "Personal" accuracy is the user accuracy of nets that
 clients chose each for itself, whatever the size of the global one (APFL, Sec. 5.2: user accuracy
-is "Glo", personal accuracy "Loc"), or that each keeps as its own (pFedMe).
+is "Glo", personal accuracy "Loc"), or that each keeps as its own (pFedMe). On request it is that of
+the global nets with statistics of each client's own data, which is how Split-Mix's paper scores
+nets without tracked statistics (Appendix A.3); user accuracy is with those of the model that is
+taken away.
 
 Where examples have a target at every position, all of these are examples, and the loss is also
 told as perplexity.
@@ -41,7 +44,7 @@ from fedquilt.federation.registry import ClientRegistry
 from fedquilt.federation.state import Setup, State
 from fedquilt.federation.validation import EXAMPLES, LOSS, validate_reply
 from fedquilt.learning.task import LearningTask
-from fedquilt.methods.method import Method, shares_weights
+from fedquilt.methods.method import Method, PersonalStatistics, shares_weights
 from fedquilt.structure.cost import Cost, compute_cost
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.attack import PGD
@@ -65,6 +68,7 @@ def evaluate(
     attack: PGD | None = None,
     on_failure: Callable[[Failure], None] = lambda failure: None,
     batch_statistics: bool = False,
+    personal_statistics: bool = False,
     split: str = "test",
 ) -> list[SizeScore]:
     """Scores of a finished state, largest size first, at one robustness after another.
@@ -81,6 +85,8 @@ def evaluate(
         attack: The attack for robust accuracy; None: there is none.
         on_failure: Is called with clients that gave no valid result; scores are without these.
         batch_statistics: Whether each batch of test data is normalized by itself.
+        personal_statistics: Whether the nets are also evaluated with statistics of each client's
+            own data, as the method's paper does.
         split: Which of their data clients evaluate: ``test``, or ``validation``.
 
     >>> import torch, fedquilt as fq
@@ -123,8 +129,12 @@ def evaluate(
         _make_client_task(setup, state, setup.registry[row], subnets, recipe)
         for row in setup.registry.find_rows(testers).tolist()
     ]
-    results = list(_validate_results(setup, state, engine, [*shared, *own]))
-    on_shared, on_own = results[: len(shared)], results[len(shared) :]
+    refreshed: list[Task] = []
+    if personal_statistics and method.personal_statistics is not None:
+        refreshed = _refresh_statistics(own, method.personal_statistics)
+    results = list(_validate_results(setup, state, engine, [*shared, *own, *refreshed]))
+    on_shared, on_own = results[: len(shared)], results[len(shared) : len(shared) + len(own)]
+    on_refreshed = [r for r in results[len(shared) + len(own) :] if isinstance(r, Update)]
     _refuse_unknown(on_shared)
     for result in results:
         if isinstance(result, Failure):
@@ -132,14 +142,20 @@ def evaluate(
     answered = [r for r in on_own if isinstance(r, Update)]  # clients that failed are left out
     points = list(itertools.product(robustness or (None,), zip(sizes, ensembles, strict=True)))
     learned = setup.task
-    personal = None if robustness else _mean_over_clients(learned, answered, len(ensembles))
+    chosen = None if robustness else _mean_over_clients(learned, answered, len(ensembles))
+
+    def find_personal(point: int) -> float | None:
+        if chosen is not None or not personal_statistics:
+            return chosen
+        return _mean_over_clients(learned, on_refreshed if refreshed else answered, point)
+
     everywhere = answered if by_clients and has_server_test else on_shared
     domains = _list_domains(setup.registry, answered)
     price = functools.partial(compute_ensemble_cost, setup, memory=False)
     return [
         replace(
             _score(learned, i, width, dial, price(ensemble), everywhere, answered),
-            personal_value=personal,
+            personal_value=find_personal(i),
             group_values=_group_by_domain(learned, domains, i),
             batch_statistics=recipe.batch_statistics,
         )
@@ -178,6 +194,20 @@ def _make_client_task(
         recipe = replace(recipe, ensembles=(*recipe.ensembles, (len(subnets),)))
         subnets = (*subnets, state.chosen_subnets[client.id].excluding(*recipe.local_params))
     return Task(client.id, subnets, state.params, recipe, _seed(client.id))
+
+
+def _refresh_statistics(own: Sequence[Task], statistics: PersonalStatistics) -> list[Task]:
+    """The tasks of clients, with statistics of their own data."""
+    tasks = []
+    for task in own:
+        assert isinstance(task.recipe, Evaluate)
+        recipe = replace(task.recipe, attack=None, labels=None)
+        if statistics == "batch":
+            recipe = replace(recipe, batch_statistics=True)
+        else:
+            recipe = replace(recipe, statistics=statistics)
+        tasks.append(replace(task, recipe=recipe))
+    return tasks
 
 
 def _score(

@@ -52,7 +52,8 @@ class SizeScore:
         user_value: The mean over clients of the value on their test data.
         robustness: The setting of the robustness dial; None: there is no dial.
         robust_value: The mean over clients of the value under attack; None without an attack.
-        personal_value: Of clients' own nets on their own data; None if they have none.
+        personal_value: Of clients' own nets on their own data, or of this net with statistics of
+            each client's own data; None if there are none, or if that was not asked for.
         perplexity: The exponential of the loss, where examples have several targets.
         group_values: The user value in each domain.
         batch_statistics: Whether each batch of test data was normalized by itself.
@@ -78,7 +79,7 @@ class SizeScore:
     user_value: float | None = None  # mean over clients with test data
     robustness: float | None = None  # the dial; None where there is none
     robust_value: float | None = None  # mean over clients; None without an attack
-    personal_value: float | None = None  # of clients' own nets; None if they have none
+    personal_value: float | None = None  # of clients' own nets, or with their own statistics
     perplexity: float | None = None  # exp(loss) where examples have several targets
     group_values: Mapping[str, float] | None = None  # user value in each domain
     batch_statistics: bool = False  # whether each batch of test data was normalised by itself

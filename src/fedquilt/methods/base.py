@@ -22,7 +22,7 @@ from fedquilt.federation.aggregation import (
 from fedquilt.federation.budgets import LEVELS
 from fedquilt.federation.client import Client, Recipe, Task, Update, derive_seed
 from fedquilt.federation.state import Phase, Setup, State
-from fedquilt.methods.method import SizeKind, shares_weights
+from fedquilt.methods.method import PersonalStatistics, SizeKind, shares_weights
 from fedquilt.methods.queries import (
     QUERY,
     describe_exceeding_query,
@@ -33,6 +33,7 @@ from fedquilt.ranges import Count, Fraction, check_fields
 from fedquilt.structure.structure import TRACKED
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.attack import PGD
 from fedquilt.training.statistics import QueryStatistics
 
 if TYPE_CHECKING:
@@ -74,6 +75,16 @@ class MethodTraits:
     def tracks_statistics(self) -> bool:
         """Running statistics are a part of what clients train, like weights."""
         return True
+
+    @property
+    def attack(self) -> PGD | None:
+        """Nothing is trained against."""
+        return None
+
+    @property
+    def personal_statistics(self) -> PersonalStatistics | None:
+        """Clients answer with the model's statistics."""
+        return None
 
     @property
     def queries_within_budgets(self) -> bool:

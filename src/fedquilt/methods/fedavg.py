@@ -17,10 +17,12 @@ from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
 from fedquilt.methods.affordability import describe_ignored_budgets, list_budget_sizes
 from fedquilt.methods.base import BaseMethod
+from fedquilt.methods.method import PersonalStatistics
 from fedquilt.ranges import Fraction
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cut import build_module
 from fedquilt.structure.derive import make_uncut_structure
+from fedquilt.training.attack import PGD
 from fedquilt.training.client_loss import Masked
 from fedquilt.training.conditional import make_conditional
 from fedquilt.training.local_sgd import LocalSGD
@@ -75,6 +77,17 @@ class FedAvg(BaseMethod):
     def tracks_statistics(self) -> bool:
         """As the settings say."""
         return self.statistics == "tracked"
+
+    @property
+    def personal_statistics(self) -> PersonalStatistics | None:
+        """Those of each batch, if none are tracked (Split-Mix, Appendix A.2)."""
+        return None if self.tracks_statistics else "batch"
+
+    @property
+    def attack(self) -> PGD | None:
+        """That of the objective."""
+        objective = self.objective
+        return objective.attack if isinstance(objective, (Adversarial, OnceForAll)) else None
 
     def prepare_model(self, setup: Setup) -> Setup:
         """The model itself, or with layers that λ conditions."""

@@ -11,8 +11,11 @@ from fedquilt.federation.aggregation import AggregationPipeline
 from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.structure.subnet import Subnet
+from fedquilt.training.attack import PGD
+from fedquilt.training.statistics import QueryStatistics
 
 SizeKind = Literal["width", "parameters", "exits", "bases"]  # what a size is a fraction of
+PersonalStatistics = QueryStatistics | Literal["batch"]
 SIZE_NAMES = {"width": "width", "parameters": "γ", "exits": "depth", "bases": "width"}
 
 
@@ -77,6 +80,20 @@ class Method(Protocol):
     @property
     def scales_outputs(self) -> bool:
         """Whether outputs of cut layers are divided by the share of their channels (Scaler)."""
+        ...
+
+    @property
+    def attack(self) -> PGD | None:
+        """What the model is trained against; None: clients train on their examples alone."""
+        ...
+
+    @property
+    def personal_statistics(self) -> PersonalStatistics | None:
+        """What the paper normalizes a client's test data by, if not by the model's statistics.
+
+        That is each ``batch`` itself, or statistics that are first taken from the client's training
+        data. None: the statistics of the model.
+        """
         ...
 
     def has_statistics(self, setup: Setup) -> bool:

@@ -21,6 +21,7 @@ from fedquilt.methods.affordability import (
     validate_widths,
 )
 from fedquilt.methods.base import BaseMethod
+from fedquilt.methods.method import PersonalStatistics
 from fedquilt.ranges import Fraction
 from fedquilt.structure.structure import NORMS, STATISTICS
 from fedquilt.structure.subnet import Subnet
@@ -84,6 +85,11 @@ class SHeteroFL(BaseMethod):
     def scales_outputs(self) -> bool:
         """As the settings say."""
         return self.scaler
+
+    @property
+    def personal_statistics(self) -> PersonalStatistics | None:
+        """Those of each batch, if none are tracked (Split-Mix, Appendix A.2)."""
+        return None if self.tracks_statistics else "batch"
 
     queries_within_budgets = True
 

@@ -29,7 +29,7 @@ from fedquilt.federation.budgets import LEVELS
 from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Phase, Setup, State
 from fedquilt.methods.base import BaseMethod
-from fedquilt.methods.method import SizeKind
+from fedquilt.methods.method import PersonalStatistics, SizeKind
 from fedquilt.ranges import Fraction
 from fedquilt.structure.budget import Budget, count_multiples
 from fedquilt.structure.cost import compute_cost
@@ -217,6 +217,13 @@ class SplitMix(BaseMethod):
         if not self.robust:
             return None
         return PGD(epsilon=self.epsilon, steps=self.steps, step_size=self.step_size)
+
+    @property
+    def personal_statistics(self) -> PersonalStatistics | None:
+        """Those of each batch, or of 20 passes over the client's training data (Appendix A.3)."""
+        if self.statistics_kind == "batch":
+            return "batch"
+        return self.statistics_recipe if self.statistics_kind == "post" else None
 
     @property
     def objective(self) -> Objective:

@@ -44,7 +44,7 @@ MEANINGS = {
     "value": "on the server's held-out data",
     "local_value": "on clients' own test data, among the classes of each client",
     "user_value": "on each client's own test data, mean over clients",
-    "personal_value": "of clients' personal models, each on its own test data",
+    "personal_value": "of clients' own models or own statistics, each on its own test data",
     "robust_value": "under attack, on each client's own test data, mean over clients",
 }
 VALUES = tuple(name for name in MEANINGS if name != "bytes")  # of the metric

@@ -132,6 +132,7 @@ def _prepare(plan: RunPlan) -> Setup:
         plan.method.aggregation(setup, phase.name)
     _check_secure(plan, setup)
     check_attack(plan.attack, setup, is_secure=plan.secure is not None)
+    plan.selection.find_attack(plan.method)
     return setup
 
 

@@ -160,6 +160,7 @@ class Run:
         robustness: float | tuple[float, ...] = (),
         attack: PGD | None = None,
         batch_statistics: bool = False,
+        personal_statistics: bool = False,
         workers: int | None = None,
         device: str = "cpu",
     ) -> Scores:
@@ -168,9 +169,10 @@ class Run:
         With ``robustness`` at each of these points of the dial; with an ``attack`` also on clients'
         test data that was attacked, with everything known about the model (white box). Scores are
         those of the models that ``customize`` gives; with ``batch_statistics`` every batch of test
-        data is normalized by itself instead, as some papers score. If hostile clients of the run
-        taught a backdoor, its success is among the metrics. ``workers`` and ``device`` are those of
-        ``fedquilt.train``.
+        data is normalized by itself instead, as some papers score. With ``personal_statistics``
+        there is also the personal value, with statistics of each client's own data. If hostile
+        clients of the run taught a backdoor, its success is among the metrics. ``workers`` and
+        ``device`` are those of ``fedquilt.train``.
         """
         people = self.population if population is None else population
         if people is None:
@@ -200,6 +202,7 @@ class Run:
                 widths=sizes,
                 robustness=dials,
                 batch_statistics=batch_statistics,
+                personal_statistics=personal_statistics,
             )
             scores = measure_backdoor(
                 restore_attack(self.info.attack),

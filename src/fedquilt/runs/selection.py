@@ -12,8 +12,10 @@ from fedquilt.evaluation.scores import SizeScore
 from fedquilt.evaluation.summary import summarize
 from fedquilt.federation.state import State
 from fedquilt.learning.metric import MetricInfo
-from fedquilt.ranges import Count, NotNegative, check_fields
+from fedquilt.methods.method import Method
+from fedquilt.ranges import Count, NotNegative, Share, check_fields
 from fedquilt.runs.policies import Cadence
+from fedquilt.training.attack import PGD
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,22 @@ class Selection:
         patience: Evaluations in a row without a better model, after which the run stops; None: it
             goes on to the last round.
         min_delta: By how much a model must be better to count as better.
-        over: What is compared if there are several sizes: their ``mean``, or the ``worst``.
+        over: What is compared if there are several sizes: their ``mean``, the ``worst``, or the
+            value of the ``largest`` size.
+        robust: The weight λ of values under the method's attack: models are compared by
+            (1 − λ) · value + λ · value under attack. A robustness dial is at 0 for the first and at
+            1 for the second.
 
     >>> import fedquilt as fq
     >>> fq.Selection(keep="best", patience=3)  # train(..., selection=...)
-    Selection(keep='best', patience=3, min_delta=0.0, over='mean')
+    Selection(keep='best', patience=3, min_delta=0.0, over='mean', robust=0.0)
     """
 
     keep: Literal["last", "best"] = "last"
     patience: Count | None = None
     min_delta: NotNegative = 0.0
-    over: Literal["mean", "worst"] = "mean"
+    over: Literal["mean", "worst", "largest"] = "mean"
+    robust: Share = 0.0
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""
@@ -49,6 +56,21 @@ class Selection:
     def is_on(self) -> bool:
         """Whether models are compared at all."""
         return self.keep == "best" or self.patience is not None
+
+    def find_attack(self, method: Method) -> PGD | None:
+        """The attack under which models are compared, too; None: there is none.
+
+        Raises:
+            ConfigError: The method trains against no attack.
+        """
+        if not (self.is_on and self.robust):
+            return None
+        if method.attack is None:
+            raise ConfigError(
+                f"{type(method).__name__} trains against no attack, so models cannot be selected "
+                f"by values under one, got robust={self.robust:g}; leave out selection.robust"
+            )
+        return method.attack
 
     def check(self, cadence: Cadence, validators: Sequence[int], *, is_private: bool) -> None:
         """Refuses a selection that a run cannot make.
@@ -77,11 +99,28 @@ class Selection:
             )
 
 
-def compute_score(scores: Sequence[SizeScore], over: str) -> float | None:
-    """The number that models are compared by; None if it is not known."""
+def compute_score(scores: Sequence[SizeScore], selection: Selection) -> float | None:
+    """The number that models are compared by; None if it is not known.
+
+    Values under attack are those of the last point of the dial.
+    """
+    field = "worst" if selection.over == "worst" else "mean"  # the largest size is scored alone
     summary = summarize(scores)
-    value = None if summary is None else float(getattr(summary, over))
-    return value if value is not None and math.isfinite(value) else None
+    if summary is None:
+        return None
+    value: float = getattr(summary, field)
+    if selection.robust:
+        attacked = [
+            replace(score, value=None, user_value=score.robust_value, local_value=None)
+            for score in scores
+            if score.robustness == scores[-1].robustness
+        ]
+        under_attack = summarize(attacked)
+        if under_attack is None:
+            return None
+        robust: float = getattr(under_attack, field)
+        value = (1 - selection.robust) * value + selection.robust * robust
+    return value if math.isfinite(value) else None
 
 
 def is_better(value: float, than: float, min_delta: float, metric: MetricInfo) -> bool:

@@ -14,6 +14,7 @@ from fedquilt.methods.method import Method
 from fedquilt.runs.checkpoint import Checkpoint
 from fedquilt.runs.phases import find_phase
 from fedquilt.runs.selection import Selection, SelectionProgress, compute_score
+from fedquilt.training.dualnorm import has_dial
 
 
 class ModelSelector:
@@ -49,6 +50,9 @@ class ModelSelector:
         on_failure: Callable[[Failure], None],
     ) -> float | None:
         """The score of a finished state on these clients' validation data; None: not known."""
+        attack = self._selection.find_attack(self._method)
+        is_dialed = attack is not None and has_dial(self._setup.model)
+        sizes = self._method.sizes(self._setup)
         scores = evaluate(
             self._setup,
             self._method,
@@ -57,9 +61,12 @@ class ModelSelector:
             has_server_test=False,
             testers=validators,
             on_failure=on_failure,
+            widths=(max(sizes),) if self._selection.over == "largest" else None,
+            robustness=(0.0, 1.0) if is_dialed else (),
+            attack=attack,
             split="validation",
         )
-        return compute_score(scores, self._selection.over)
+        return compute_score(scores, self._selection)
 
     def compare(
         self,

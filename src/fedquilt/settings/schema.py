@@ -20,7 +20,7 @@ from fedquilt.federation.privacy import Privacy
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Sampling
 from fedquilt.methods import METHODS
-from fedquilt.ranges import Fraction, NotNegative, Positive
+from fedquilt.ranges import Fraction, NotNegative, Positive, Share
 from fedquilt.settings.derive import derive_section, list_arguments
 from fedquilt.training.poisoning import ATTACKS
 from fedquilt.training.settings import LocalTraining
@@ -197,8 +197,10 @@ class SelectionSection(Section):
     """Evaluations without a better model after which the run stops. Left out: it goes on."""
     min_delta: float = Field(0.0, ge=0, allow_inf_nan=False)
     """By how much a model must be better to count as better."""
-    over: Literal["mean", "worst"] = "mean"
-    """What is compared over sizes: their mean, or the worst one."""
+    over: Literal["mean", "worst", "largest"] = "mean"
+    """What is compared over sizes: their mean, the worst value, or that of the largest size."""
+    robust: Share = 0.0
+    """Weight of values under the method's attack, in what is compared."""
 
 
 class FlowerSection(Section):

@@ -33,7 +33,7 @@ from fedquilt.training.context import ClientContext
 from fedquilt.training.dualnorm import has_dial, set_robustness
 from fedquilt.training.loop import run_batches
 from fedquilt.training.scaler import scale_outputs
-from fedquilt.training.statistics import calibrate
+from fedquilt.training.statistics import QueryStatistics, calibrate
 from fedquilt.training.tracking import use_batch_statistics
 
 HITS = "hits"  # the number of right answers, by which accuracy is computed
@@ -65,6 +65,8 @@ class Evaluate:
         scale: Whether to use HeteroFL's Scaler.
         batch_statistics: Whether every batch is normalized by itself, as papers score nets that
             keep no statistics.
+        statistics: How statistics are first taken from the client's training data; None: those
+            that the nets have are used.
         metrics: The numbers that the client sums for the metrics of the learning task.
     """
 
@@ -80,6 +82,7 @@ class Evaluate:
     attack: PGD | None = None
     scale: bool = False
     batch_statistics: bool = False
+    statistics: QueryStatistics | None = None
     metrics: tuple[str, ...] = CLASSIFICATION.numbers
 
     def run(self, task: Task, context: ClientContext) -> ClientResult:
@@ -90,13 +93,20 @@ class Evaluate:
 
     def _evaluate(self, task: Task, context: ClientContext) -> Update:
         modules = [m.eval() for m in context.modules(task.subnets, task.params, self.local_params)]
+        if self.statistics is not None:
+            examples = context.examples("train", task.client)
+            for module in modules:
+                self.statistics.refresh(module, examples, derive_seed(task.seed, 1), context)
+                module.eval()
         with ExitStack() as stack:
             for module, subnet in zip(modules, task.subnets, strict=True):
                 if self.scale:
                     stack.enter_context(scale_outputs(module, context.structure))
                 if self.batch_statistics:
                     stack.enter_context(use_batch_statistics(module))
-                elif context.lacks_statistics(subnet, self.local_params):
+                elif self.statistics is None and context.lacks_statistics(
+                    subnet, self.local_params
+                ):
                     calibrate(
                         module, context.examples("train", task.client), derive_seed(task.seed, 1)
                     )

@@ -52,12 +52,7 @@ class QueryStatistics:
     def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Statistics of each subnet of the task."""
         examples = context.examples("train", task.client)
-        generator = torch.Generator().manual_seed(task.seed)
-        batches = [
-            rows
-            for _ in range(self.epochs)
-            for rows in iterate_batches(len(examples), self.batch_size, generator)
-        ]
+        batches = self._draw_batches(examples, task.seed)
         tensors, shared = [], self._shared_subnets(task)
         for subnet in shared:
             module = context.module(subnet, task.params)
@@ -84,6 +79,28 @@ class QueryStatistics:
     def _shared_subnets(self, task: Task) -> tuple[Subnet, ...]:
         """The subnets whose statistics are sent."""
         return task.subnets[: len(task.subnets) - self.personal]
+
+    def refresh(
+        self, module: nn.Module, examples: ClientData, seed: int, context: ClientContext
+    ) -> None:
+        """Takes a module's running statistics from a client's examples.
+
+        Args:
+            module: The net, built in the context.
+            examples: The examples.
+            seed: Draws the order of the examples.
+            context: What the client has at hand.
+        """
+        self._accumulate(module, examples, self._draw_batches(examples, seed), context)
+
+    def _draw_batches(self, examples: ClientData, seed: int) -> list[Tensor]:
+        """The rows of each batch of all passes."""
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            rows
+            for _ in range(self.epochs)
+            for rows in iterate_batches(len(examples), self.batch_size, generator)
+        ]
 
     def _accumulate(
         self,
