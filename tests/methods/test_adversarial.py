@@ -69,6 +69,15 @@ def test_oat_trains_one_net_that_is_told_its_trade_off(images, local_training):
         assert net(torch.rand(3, 1, 5, 5)).isfinite().all()
 
 
+def test_oat_can_draw_a_trade_off_for_every_example(images, local_training):
+    method = fq.fedavg_oat(local_training, steps=1, per_example=True)
+    here = images.prepare_model(method)
+    state = here.start(method)
+    after = here.round(method, state).params
+    for part in ("norm.clean.weight", "norm.noise.running_mean", "film.scale.weight"):
+        assert not after[f"features.1.{part}"].equal(state.params[f"features.1.{part}"])
+
+
 def test_oat_starts_from_the_users_net_whatever_the_dial_says(images, local_training):
     method = fq.fedavg_oat(local_training)
     here = images.prepare_model(method)

@@ -219,6 +219,81 @@ def test_every_share_is_drawn_by_the_generator_alone():
     assert draws(1) != first
 
 
+def told_by_hand(model: nn.Module, x: Tensor, shares: Tensor, *, half: str) -> Tensor:
+    """The net with the normalization of one half, by the batch in training, and a λ a row."""
+    norm = getattr(model[1].norm, half)
+    features = model[0](x)
+    if model.training:
+        mean, var = features.mean((0, 2, 3)), features.var((0, 2, 3), correction=0)
+        with torch.no_grad():  # the attack, in evaluation mode, sees what this leaves behind
+            norm.running_mean.lerp_(mean, 0.1)
+            norm.running_var.lerp_(features.var((0, 2, 3)), 0.1)
+    else:
+        mean, var = norm.running_mean, norm.running_var
+    affine = norm.weight / (var + norm.eps).sqrt()
+    features = (features - mean.view(-1, 1, 1)) * affine.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)
+    film = model[1].film
+    rows = []
+    for row, share in zip(features, shares, strict=True):
+        film.robustness = float(share)
+        rows.append(film(row.unsqueeze(0)))
+    film.robustness = 0.0
+    return model[4](torch.cat(rows).relu().flatten(1))
+
+
+@pytest.mark.parametrize("own", [None, (0, 2)])
+def test_every_example_can_have_a_trade_off_of_its_own(own):
+    """(1 - λ) L(x) + λ L(x + δ), and the clean halves for λ = 0 alone."""
+    x, y = batch()
+    model, shares = net("conditional"), torch.tensor([0.0, 0.2, 0.5, 0.0, 1.0, 0.2, 0.0, 0.5])
+    with torch.no_grad():
+        for tensor in model[1].film.parameters():
+            tensor += 0.3 * torch.rand_like(tensor)
+    by_hand = copy.deepcopy(model)
+    is_clean = shares == 0
+    outputs = torch.zeros(8, 3, dtype=torch.float64)
+    for half, rows in (("clean", is_clean), ("noise", ~is_clean)):
+        outputs[rows] = told_by_hand(by_hand, x[rows], shares[rows], half=half)
+    rows = ~is_clean
+    by_hand.eval()
+    near = ATTACK.perturb(
+        lambda x: told_by_hand(by_hand, x, shares[rows], half="noise"), x[rows], y[rows]
+    )
+    by_hand.train()
+    attacked = told_by_hand(by_hand, near, shares[rows], half="noise")
+    clean = F.cross_entropy(masked(outputs, own), y, reduction="none")
+    worse = F.cross_entropy(masked(attacked, own), y[rows], reduction="none")
+    expected = (((1 - shares) * clean).sum() + (shares[rows] * worse).sum()) / 8
+    objective = OnceForAll(ATTACK, per_example=True)
+    object.__setattr__(objective, "_draw_shares", lambda count, generator: shares)
+    before = flags_of(model)
+    found = objective.loss(model, (x, y), ClientLoss(labels=own), torch.Generator())
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert flags_of(model) == before
+    found.backward()
+    expected.backward()
+    for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+
+
+def flags_of(model: nn.Module) -> list[object]:
+    norm, film = model[1].norm, model[1].film
+    return [model.training, norm.training, norm.path, norm.robustness, film.robustness]
+
+
+def test_no_example_is_alone_in_its_half_whatever_is_drawn():
+    objective = OnceForAll(ATTACK, (0.0, 0.5, 1.0), per_example=True)
+    generator, seen = torch.Generator().manual_seed(0), set()
+    for count in (1, 2, 3, 4, 32):
+        for _ in range(60):
+            shares = objective._draw_shares(count, generator)
+            num_clean = int((shares == 0).sum())
+            assert count == 1 or (num_clean != 1 and count - num_clean != 1)
+            seen |= set(shares.tolist())
+    assert seen == {0.0, 0.5, 1.0}
+
+
 def test_a_loss_depends_on_the_generator_only():
     x, y = batch()
 

@@ -79,11 +79,12 @@ def fedavg_oat(
     epsilon: float = 8 / 255,
     steps: int = 7,
     step_size: float | None = None,
+    per_example: bool = False,
     within_budgets: bool = False,
     masked: Masked = False,
     server_optimizer: ServerOptimizer = TAKE_MEAN,
 ) -> FedAvg:
-    """FedAvg with layers conditioned on λ, which is drawn for every batch.
+    """FedAvg with layers conditioned on λ, which is drawn for every batch or example.
 
     Args:
         local_training: Settings of local training; None: the defaults.
@@ -92,6 +93,7 @@ def fedavg_oat(
         epsilon: Largest change of a pixel by the attack.
         steps: Steps of the attack.
         step_size: Size of a step, in pixel units; None: min(1.25 ε, ε + 4/255) / steps.
+        per_example: Whether every example has a λ of its own, as in OAT's paper; else a batch has.
         within_budgets: Whether the width is at most what all clients can afford.
         masked: Whether the loss leaves out classes that a client does not have; "batch": those that
             a batch does not have, as in the public code.
@@ -112,7 +114,9 @@ def fedavg_oat(
         local_training or LOCAL_TRAINING,
         fraction,
         width,
-        objective=OnceForAll(PGD(epsilon=epsilon, steps=steps, step_size=step_size)),
+        objective=OnceForAll(
+            PGD(epsilon=epsilon, steps=steps, step_size=step_size), per_example=per_example
+        ),
         conditional=True,
         within_budgets=within_budgets,
         masked=masked,

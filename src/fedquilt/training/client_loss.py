@@ -40,6 +40,14 @@ class ClientLoss:
         labels = self._find_classes(batch[1]) if self.by_batch else self.labels
         return self.loss.of_batch(module, batch, labels)
 
+    def for_batch(self, targets: Any) -> ClientLoss:
+        """The loss of parts of a batch, over the classes that the whole batch has.
+
+        Args:
+            targets: Those of the whole batch.
+        """
+        return ClientLoss(self.loss, self._find_classes(targets))
+
     def _find_classes(self, targets: Any) -> tuple[int, ...] | None:
         if not self.by_batch:
             return self.labels

@@ -11,20 +11,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedquilt.training.dualnorm import DualNorm, Share, replace_norms
+from fedquilt.training.dualnorm import DualNorm, Share, hold_attribute, on_path, replace_norms
 
 CODE = 128  # numbers that stand for one λ, as in the public code
 SLOWEST, FASTEST = math.pi / 4, 16 * math.pi  # frequencies of the code
 
 
 def encode_robustness(robustness: Share, like: Tensor) -> Tensor:
-    """λ as a row of numbers: cos(ω λ) for frequencies ω that grow geometrically.
+    """λ as a row of numbers: cos(ω λ) for frequencies ω that grow geometrically; a row for each λ.
 
     The public code gives each of a few values of λ an orthogonal vector (of a random rotation, or
     of the discrete cosine transform), so it knows no others. These cosines tell the trained values
@@ -32,11 +35,21 @@ def encode_robustness(robustness: Share, like: Tensor) -> Tensor:
     """
     ends = math.log(SLOWEST), math.log(FASTEST)
     frequencies = torch.linspace(*ends, CODE, device=like.device, dtype=like.dtype).exp()
+    if is_per_example(robustness):
+        robustness = robustness.to(like.device, like.dtype).unsqueeze(1)
+        return (frequencies * robustness).cos()
     return (frequencies * robustness).cos().unsqueeze(0)
+
+
+def is_per_example(robustness: Share) -> TypeGuard[Tensor]:
+    """Whether every example has a λ of its own."""
+    return isinstance(robustness, Tensor) and robustness.ndim == 1
 
 
 class FiLM(nn.Module):
     """A scale and a shift per channel that λ decides: y = γ(λ)·x + β(λ).
+
+    ``robustness`` is the λ of all examples, or in training a λ for each.
 
     γ and β come from two layers with 2C hidden units, as in the public code. Here γ = 1 and β = 0
     at first whatever λ is, and no activation follows them (there: a leaky ReLU).
@@ -54,10 +67,26 @@ class FiLM(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The input, scaled and shifted as λ says."""
         hidden = F.leaky_relu(self.hidden(encode_robustness(self.robustness, self.hidden.weight)))
+        if is_per_example(self.robustness):
+            shape = (*x.shape[:2], *[1] * (x.ndim - 2))
+            moved: Tensor = x * (1 + self.scale(hidden)).view(shape)
+            moved += self.shift(hidden).view(shape)
+            return moved
         scale, shift = 1 + self.scale(hidden).squeeze(0), self.shift(hidden).squeeze(0)
         # a normalization by nothing: one pass over x, whatever its number of axes
         zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
         return F.batch_norm(x, zeros, ones, scale, shift, eps=0.0)
+
+
+@contextmanager
+def at_robustnesses(model: nn.Module, shares: Tensor) -> Iterator[None]:
+    """The model with a λ > 0 for each example of a batch; afterwards every layer has its own again.
+
+    All examples use the noise halves.
+    """
+    layers = [module for module in model.modules() if isinstance(module, FiLM)]
+    with on_path(model, 1.0), hold_attribute(layers, "robustness", shares):
+        yield
 
 
 def make_conditional(model: nn.Module) -> nn.Module:

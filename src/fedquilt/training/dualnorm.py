@@ -193,7 +193,7 @@ def validate_robustness(value: float) -> float:
 @contextmanager
 def at_robustness(model: nn.Module, value: Share) -> Iterator[None]:
     """The model at λ = ``value``; afterwards every layer has its own again."""
-    with _hold_attribute(_require_dials(model, value), "robustness", value):
+    with hold_attribute(_require_dials(model, value), "robustness", value):
         yield
 
 
@@ -206,7 +206,7 @@ def on_path(model: nn.Module, path: float | None) -> Iterator[None]:
     if path not in (0, 1, None):
         raise ConfigError(f"a path is 0.0 (clean), 1.0 (noise) or None (as λ says), got {path}")
     layers = [module for module in _list_modules(model) if isinstance(module, DualNorm)]
-    with _hold_attribute(layers, "path", path):
+    with hold_attribute(layers, "path", path):
         yield
 
 
@@ -240,9 +240,10 @@ def _list_modules(model: nn.Module) -> Iterable[nn.Module]:
 
 
 @contextmanager
-def _hold_attribute(
+def hold_attribute(
     layers: Sequence[nn.Module], attribute: str, value: Share | None
 ) -> Iterator[None]:
+    """Layers with another value of an attribute; afterwards each has its own again."""
     before = [vars(layer)[attribute] for layer in layers]
     try:
         for layer in layers:

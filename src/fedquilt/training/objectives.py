@@ -19,6 +19,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.learning.batch import Batch
 from fedquilt.training.attack import PGD, frozen_model
 from fedquilt.training.client_loss import ClientLoss
+from fedquilt.training.conditional import at_robustnesses
 from fedquilt.training.dualnorm import at_robustness, on_path
 
 
@@ -119,13 +120,14 @@ class OnceForAll:
     """Adversarial training at every trade-off: another λ for each batch, which the model is given.
 
     λ is drawn from ``shares`` for the batch, set in the ``conditional`` model, and weighs the terms
-    of Eq. 1. The public code draws a λ for each example; one for the batch needs one pass of each
-    kind. As there, whatever is trained for λ > 0 goes through the noise halves, clean or not: the
-    half that the model uses for λ > 0 afterwards.
+    of Eq. 1. The paper draws a λ for each example (``per_example``); one for the batch needs one
+    pass of each kind. As there, whatever is trained for λ > 0 goes through the noise halves, clean
+    or not: the half that the model uses for λ > 0 afterwards.
     """
 
     attack: PGD = field(default_factory=PGD)
     shares: tuple[float, ...] = (0.0, 0.2, 0.5, 0.8, 1.0)
+    per_example: bool = False
     least = 0.0  # that the loss can be
 
     def __post_init__(self) -> None:
@@ -142,11 +144,53 @@ class OnceForAll:
         loss: ClientLoss,
         generator: torch.Generator,
     ) -> Tensor:
-        """The loss of Eq. 1 at a trade-off drawn for this batch."""
+        """The loss of Eq. 1 at trade-offs drawn for this batch, or for its examples."""
+        if self.per_example:
+            return self._loss_per_example(module, batch, loss, generator)
         drawn = torch.randint(len(self.shares), (), generator=generator, device=generator.device)
         setting = Adversarial(self.attack, self.shares[int(drawn)])
         with at_robustness(module, setting.share):
             return _adversarial_loss(setting, None, module, batch, loss, generator)
+
+    def _loss_per_example(
+        self, module: nn.Module, batch: Batch, loss: ClientLoss, generator: torch.Generator
+    ) -> Tensor:
+        """The mean over examples of (1 − λ) L(x) + λ L(x + δ), each with its own λ.
+
+        Examples with λ = 0 have a pass by themselves, through the clean halves.
+        """
+        x, y = batch
+        shares, loss = self._draw_shares(len(y), generator).to(y.device), loss.for_batch(y)
+        is_clean = shares == 0
+        terms: list[Tensor] = []
+
+        def add(output: Tensor, rows: Tensor, weights: Tensor) -> None:
+            for weight in weights.unique():
+                part = weights == weight
+                share = weight * part.sum() / len(y)
+                terms.append(share * loss(output[part], y[rows][part]))
+
+        if is_clean.any():
+            with at_robustness(module, 0.0), on_path(module, 0.0):
+                add(module(x[is_clean]), is_clean, 1 - shares[is_clean])
+        if not is_clean.all():
+            rows, own = ~is_clean, shares[~is_clean]
+            with at_robustnesses(module, own):
+                add(module(x[rows]), rows, 1 - own)
+                with frozen_model(module):
+                    near = self.attack.perturb(module, x[rows], y[rows], generator)
+                add(module(near), rows, own)
+        return torch.stack(terms).sum()
+
+    def _draw_shares(self, count: int, generator: torch.Generator) -> Tensor:
+        """A λ for each example; none is alone in its half, where it could not be normalized."""
+        size = (count,)
+        drawn = torch.randint(len(self.shares), size, generator=generator, device=generator.device)
+        shares = torch.tensor(self.shares, device=generator.device)[drawn]
+        for alone in (shares == 0, shares > 0):
+            if count > 1 and alone.sum() == 1:
+                return torch.where(alone, shares[~alone][0], shares)
+        return shares
 
 
 def bind_examples(objective: Objective, examples: ClientData) -> Objective:
