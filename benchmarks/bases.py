@@ -1,6 +1,6 @@
 """A client's eight x1/8 bases against one x1 net of the same family, on the same batches.
 
-    python benchmarks/bases.py [--batches 20] [--batch-size 32]
+    python benchmarks/bases.py [--batches 20] [--batch-size 32] [--save]
 
 One thread. Ways take turns within one run; printed are milliseconds of processor time a batch
 (medians) and the ratio to the wide net's.
@@ -9,12 +9,12 @@ One thread. Ways take turns within one run; printed are milliseconds of processo
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from record import Recorder, Table
 from torch import Tensor
 
 from fedquilt.engines.worker import retain_freed_memory
@@ -60,7 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--save", action="store_true", help="store the figures")
     options = parser.parse_args()
+    recorder = Recorder("bases", options.save)
     retain_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -75,10 +77,13 @@ def main() -> None:
             if number > 1:
                 seconds[name].append(time.process_time() - started)
     wide = statistics.median(seconds["x1"])
+    rows = []
     for name, times in seconds.items():
         middle = statistics.median(times)
-        row = {"way": name, "ms": round(1000 * middle, 2), "ratio": round(middle / wide, 3)}
-        print(json.dumps(row), flush=True)
+        rows.append((name, f"{1000 * middle:.2f}", f"{middle / wide:.3f}"))
+    title = "Eight bases of width 1/8 against one net of width 1"
+    note = "The Digits network, one thread; target for the ratio: 0.30 or less."
+    recorder.finish(Table(title, ("way", "ms a batch", "ratio"), rows, (note,)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The common work against peers: FedAvg, 50 clients a round × 50 images, batch 10, a small CNN.
 
     python benchmarks/common_work.py FOLDER [--rounds 5] [--sittings 5] [--pfl VENV] [--flower VENV]
-        [--widths 1,0.25] [--clients-per-pass auto]
+        [--widths 1,0.25] [--clients-per-pass auto] [--save]
 
 FOLDER holds ``work.py`` (the net, the data, which images each client has) and the peers' scripts.
 Each contestant runs in a process of its own, all of them in turn, several times; printed are
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from record import Recorder, Table
 
 import fedquilt as fq
 from fedquilt.runs.events import Event, PassSizeChosen, RoundDone
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--clients-per-pass", default="auto", help="a number, or auto")
     parser.add_argument("--pfl", type=Path, help="a virtual environment with pfl")
     parser.add_argument("--flower", type=Path, help="a virtual environment with flwr[simulation]")
+    parser.add_argument("--save", action="store_true", help="store the figures")
     parser.add_argument("--ours", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--bare", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -129,11 +131,31 @@ def main() -> None:
         else:
             print(json.dumps({"bare": bare(work, options.bare, options.rounds)}))
         return
-    for width in map(float, options.widths.split(",")):
-        print(json.dumps(compared(width, options)), flush=True)
+    recorder = Recorder("common-work", options.save)
+    rows = [compared(width, options) for width in map(float, options.widths.split(","))]
+    names = list(rows[0])
+    seconds = [(f"{n}", *(f"{row[n]:.3f}" for row in rows)) for n in names if n != "width"]
+    ratios = [
+        (n, *(f"{row['fedquilt'] / row[n]:.2f}" for row in rows))
+        for n in names
+        if n not in ("width", "fedquilt")
+    ]
+    widths = tuple(f"width {row['width']:g}" for row in rows)
+    given = f"{options.workers} workers, clients_per_pass {options.clients_per_pass}"
+    notes = (
+        f"FedAvg, 50 clients a round with 50 images each, batch 10, {given}; medians of "
+        f"{options.sittings} sittings, contestants in turn.",
+        "Two bare loops are plain PyTorch in two processes with half of the clients each. They "
+        "send and merge nothing.",
+    )
+    targets = ("Targets: 0.50 of pfl-research at width 1/4, and 0.72 at width 1.",)
+    recorder.finish(
+        Table("The common work: seconds a round", ("", *widths), seconds, notes),
+        Table("The common work: fedquilt against others", ("", *widths), ratios, targets),
+    )
 
 
-def compared(width: float, options: argparse.Namespace) -> dict[str, object]:
+def compared(width: float, options: argparse.Namespace) -> dict[str, float]:
     """Medians over several sittings, contestants in turn, so that noise falls on all of them."""
     folder, rounds = options.folder.resolve(), str(options.rounds)
     me = [sys.executable, str(Path(__file__).resolve()), str(folder), "--rounds", rounds]
@@ -154,12 +176,7 @@ def compared(width: float, options: argparse.Namespace) -> dict[str, object]:
         seconds["two bare loops"].append(round(floor, 3))
         for name, command in commands.items():
             seconds[name].append(round(peer(command, folder), 3))
-    medians = {name: round(statistics.median(values), 3) for name, values in seconds.items()}
-    row: dict[str, object] = {"width": width, **medians}
-    for name in medians:
-        if name != "fedquilt":
-            row[f"fedquilt / {name}"] = round(medians["fedquilt"] / medians[name], 3)
-    return {**row, "sittings": seconds}
+    return {"width": width, **{name: statistics.median(some) for name, some in seconds.items()}}
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""Writes docs/results/PAPER.md from the stored values of experiments; nothing in it is typed.
+"""Writes docs/results/PAPER.md and speed.md from stored values; nothing in them is typed.
 
 Run ``python tools/write_results.py`` after values in docs/results/ or an experiment have changed. A
-test compares the two. ``fedquilt reproduce NAME --save docs/results/values`` stores values.
+test compares the two. ``fedquilt reproduce NAME --save docs/results/values`` stores values of
+experiments, and scripts in benchmarks/ store theirs with ``--save``.
 """
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 
-from fedquilt.comparison.render import to_markdown
+from fedquilt.comparison.render import Section, to_markdown
 from fedquilt.reproduction.experiment import Experiment, find_experiments, load_experiment
 from fedquilt.reproduction.store import list_pictures, load
 from fedquilt.reproduction.table import describe, list_departures, make_section
@@ -32,7 +34,39 @@ def write_pages() -> dict[Path, str]:
     for name, folder in known.items():
         paper = name.partition("/")[0]
         pages.setdefault(paper, []).append(write_experiment(name, load_experiment(folder)))
-    return {ROOT / f"docs/results/{p}.md": write_page(p, parts) for p, parts in pages.items()}
+    written = {ROOT / f"docs/results/{p}.md": write_page(p, parts) for p, parts in pages.items()}
+    return {**written, ROOT / "docs/results/speed.md": write_speed()}
+
+
+def write_speed() -> str:
+    """The page of benchmarks, one after another."""
+    parts = [
+        "# Speed and memory, measured\n\n"
+        "For everyone who wants to know how fast the library is, and to measure it again.\n"
+        "`tools/write_results.py` writes this page from what `benchmarks/` stored. Compare\n"
+        "figures only within a table. Other measurements are in [results](../results.md#speed).\n"
+    ]
+    for path in sorted((VALUES / "benchmarks").glob("*.json")):
+        record = json.loads(path.read_text())
+        skip = "<!-- docs-test: skip: minutes, on an idle machine -->"
+        parts += [
+            f"## {record['tables'][0]['title']}",
+            "",
+            skip,
+            "```sh",
+            record["command"],
+            "```",
+            "",
+        ]
+        for number, table in enumerate(record["tables"]):
+            section = Section(table["title"], table["header"], table["cells"])
+            text = to_markdown([section]).partition("\n\n")[2]
+            parts += [f"**{table['title']}**\n"] if number else []
+            parts += [text, *_list(table["notes"])]
+        machine = record["environment"]
+        about = f"Commit {record['commit']}, {machine['processor']}, torch {machine['torch']}"
+        parts += _list([f"{about}; load of the machine when it started: {record['load']}."])
+    return "\n".join(parts)
 
 
 def write_page(paper: str, parts: list[str]) -> str:
