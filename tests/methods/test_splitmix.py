@@ -565,6 +565,22 @@ def test_rescaled_layers_with_tracked_statistics_are_warned_of(kind):
     fq.SplitMix(statistics=kind, rescale_layer=False)
 
 
+@pytest.mark.parametrize("kind", ["batch", "post", "tracked"])
+@pytest.mark.filterwarnings("ignore:rescale_layer with statistics")
+def test_layers_that_are_rescaled_in_training_alone_are_not_in_use(world, local_training, kind):
+    method = fq.SplitMix(
+        local_training, base=0.25, statistics=kind, rescale_layer="training", stacked=False
+    )
+    world = world.prepare_model(method)
+    state = world.start(method)
+    assert all(t.recipe.scale for t in method.plan(world.setup, state, world.setup.clients))
+    assert not method.scales_outputs  # of scores, and of models that are taken away
+    if kind != "tracked":
+        closing = replace(state, phase="statistics")
+        tasks = method.plan(world.setup, closing, world.setup.clients)
+        assert not any(task.recipe.scale for task in tasks)  # so that statistics fit
+
+
 def test_rescaled_layers_speak_as_loudly_as_the_whole_net(world, local_training):
     found = []
     for rescale_layer in (True, False):

@@ -86,7 +86,8 @@ class SplitMix(BaseMethod):
         within_budgets: Whether there are no more base nets than the largest budget allows, as in
             the public code.
         rescale_init: Whether base nets are initialized like parts of the wide net.
-        rescale_layer: Whether layers are rescaled by the width; None: with post statistics.
+        rescale_layer: Whether layers are rescaled by the width; "training": in training alone, as
+            in the paper; None: with post statistics.
         masked: Whether the loss leaves out classes that a client does not have; "batch": those that
             a batch does not have, as in the public code.
         sort_bases: Whether base nets are ordered by the metric on validation data.
@@ -114,7 +115,7 @@ class SplitMix(BaseMethod):
     local_affine: bool = False
     within_budgets: bool = False
     rescale_init: bool = True
-    rescale_layer: bool | None = None
+    rescale_layer: bool | Literal["training"] | None = None
     masked: Masked = True
     sort_bases: bool = False
     robust: bool = False
@@ -161,8 +162,10 @@ class SplitMix(BaseMethod):
 
     @property
     def scales_outputs(self) -> bool:
-        """Whether layers' outputs are rescaled: as told, or as Table 4 advises."""
-        return self.statistics_kind == "post" if self.rescale_layer is None else self.rescale_layer
+        """Whether layers' outputs are rescaled in use, too: as told, or as Table 4 advises."""
+        if self.rescale_layer is None:
+            return self.statistics_kind == "post"
+        return self.rescale_layer is True
 
     @property
     def size_kind(self) -> SizeKind:
@@ -326,7 +329,7 @@ class SplitMix(BaseMethod):
             lr=self.local_training.lr_at(state.round, setup.rounds),
             labels=client.labels,
             masked=self.masked,
-            scale=self.scales_outputs,
+            scale=self.scales_outputs or self.rescale_layer == "training",
             local_params=self.local_params,
             weight=client.num_examples,
             objective=self.objective,
