@@ -42,6 +42,7 @@ SANDWICHES = {
     "smallest alone": {"nets": 2, "smallest": 0.3},
     "one between": {"nets": 3, "smallest": 0.25},
     "several between": {"nets": 5, "smallest": 0.1},
+    "drawn for each batch": {"nets": 4, "smallest": 0.2, "redraw": "batch"},
     "a width for each group": {"nets": 4, "smallest": 0.2, "by_group": True},
     "a group that stays whole": {"nets": 4, "smallest": 0.2, "whole": ("second",)},
     "each group, one whole": {"nets": 4, "smallest": 0.2, "by_group": True, "whole": ("first",)},
@@ -88,14 +89,14 @@ def by_hand(params, recipe, data, seed):
     draws = torch.Generator().manual_seed(derive_seed(seed, 1))
     settings, losses = recipe.local_training, []
     for _ in range(settings.epochs):
-        losses = []
+        losses, narrower = [], counts_below(recipe, draws) if recipe.redraw == "epoch" else []
         for rows in torch.randperm(len(data), generator=generator).split(settings.batch_size):
             x, y = data.inputs[rows], data.labels[rows]
             answers = logits(p, (FIRST, SECOND), x)
             loss = F.cross_entropy(answers, y)
             soft = answers.detach().softmax(1)
             total = loss
-            for counts in counts_below(recipe, draws):
+            for counts in narrower or counts_below(recipe, draws):
                 total = total - (soft * logits(p, counts, x).log_softmax(1)).sum(1).mean()
             found = dict(zip(p, torch.autograd.grad(total, list(p.values())), strict=True))
             length = torch.cat([g.flatten() for g in found.values()]).norm().item()

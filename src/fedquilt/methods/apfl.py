@@ -44,7 +44,7 @@ from fedquilt.structure.cost import CostTable
 from fedquilt.structure.structure import TRACKED, Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.local_sgd import LocalSGD
-from fedquilt.training.sandwich import Sandwich
+from fedquilt.training.sandwich import Redraw, Sandwich
 from fedquilt.training.search import Limits, Search
 from fedquilt.training.settings import LocalTraining
 
@@ -233,6 +233,7 @@ class APFL(FedPA):
         warm_up_by: Who warms up if no client can afford the whole net: richest, those that afford
             most; able: none, and the run stops with an error.
         nets: Nets of each step of the warm-up.
+        redraw: Whether the random widths of the warm-up are drawn for each epoch or each batch.
         by_group: Whether the search cuts whole width groups.
         smallest: Smallest width of a layer; None: 0.25, or the narrowest width that is a budget.
         ratio: Fraction of a layer that one step of the search cuts.
@@ -254,6 +255,7 @@ class APFL(FedPA):
     warm_up: float = 0.3
     warm_up_by: Literal["richest", "able"] = "richest"
     nets: int = 4
+    redraw: Redraw = "epoch"
     by_group: bool = False
     smallest: float | None = None
     ratio: float = 0.1
@@ -353,6 +355,7 @@ class APFL(FedPA):
             self.local_training,
             lr=self.local_training.lr_at(state.round, self._rounds_before(setup)),
             nets=self.nets,
+            redraw=self.redraw,
             smallest=self._smallest(setup),
             by_group=self.by_group,
             whole=without_width_groups(setup.structure, self.whole),

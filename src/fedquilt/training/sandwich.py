@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from fedquilt.training.settings import LocalTraining
 from fedquilt.training.slimmable import add_at, compute_gradients
 from fedquilt.training.tracking import without_running_stats
 
+Redraw = Literal["epoch", "batch"]
+
 
 @dataclass(frozen=True)
 class Sandwich:
@@ -44,6 +46,7 @@ class Sandwich:
         by_group: Whether a width is drawn for each width group; else one for the net.
         whole: Width groups that are never cut.
         weight: How much the update counts in the mean.
+        redraw: Whether the widths between are drawn for each epoch or for each batch.
     """
 
     local_training: LocalTraining
@@ -53,6 +56,7 @@ class Sandwich:
     by_group: bool = False
     whole: tuple[str, ...] = ()
     weight: float = 1.0
+    redraw: Redraw = "epoch"
 
     def run(self, task: Task, context: ClientContext) -> ClientResult:
         """Trains the task's subnet, which is the whole net."""
@@ -66,11 +70,21 @@ class Sandwich:
         memory = OptimizerMemory(context, is_kept=self.local_training.keep_optimizer)
         memory.attach(net.optimizer, ((name, Subnet()) for name in net.moved))
         draws = torch.Generator().manual_seed(derive_seed(task.seed, 1))  # leaves the batches as is
+        narrower: tuple[Subnet, ...] = ()
+
+        def draw_widths() -> None:
+            nonlocal narrower
+            narrower = tuple(self.draw_subnets(structure, draws))
 
         def step(batch: Batch, generator: torch.Generator) -> Tensor:
-            return net.step(batch, self.draw_subnets(structure, draws))
+            if self.redraw == "batch":
+                draw_widths()
+            return net.step(batch, narrower)
 
-        loss = run_epochs(examples, step, loop, task.seed, context.report_progress)
+        before_epoch = draw_widths if self.redraw == "epoch" else None
+        loss = run_epochs(
+            examples, step, loop, task.seed, context.report_progress, before_epoch=before_epoch
+        )
         tensors = {n: own[n].detach() for n in context.structure.tensor_names(sent)}
         metrics = {"loss": loss, "examples": len(examples)}
         update = Update(task.client, (sent,), (tensors,), self.weight, metrics)
@@ -111,7 +125,7 @@ class _SandwichStep:
         self.optimizer = make_optimizer([own[n].requires_grad_() for n in self.moved], settings)
 
     @torch.no_grad()
-    def step(self, batch: Batch, narrower: Iterator[Subnet]) -> Tensor:
+    def step(self, batch: Batch, narrower: Iterable[Subnet]) -> Tensor:
         """One step down the sum of the losses; the loss of the whole net."""
         x, y = batch
         self._net.resize_to(Subnet())
