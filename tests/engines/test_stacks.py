@@ -137,7 +137,8 @@ def request(number: int, stack: tuple[int, ...] = ()) -> WorkRequest:
 
 
 def make_queue() -> TaskQueue:
-    queue = TaskQueue(6, lambda number: 1.0, 1, [(0, 2, 4), (1, 3)])
+    stacks = {0: [(0, 2, 4), (1, 3)]}
+    queue = TaskQueue(6, lambda number: 1.0, 1, lambda start: stacks.get(start, []))
     for number in range(6):
         stack = next((s for s in [(0, 2, 4), (1, 3)] if number in s), ())
         queue.requests[number] = request(number, stack)

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from fedquilt.engines.stacks import ListStacks, list_no_stacks
 from fedquilt.engines.worker import WorkerProblem, WorkReply, WorkRequest
 from fedquilt.federation.client import Failure
 
@@ -28,7 +29,7 @@ class TaskQueue:
         count: The number of tasks.
         estimate_size: How large a task is.
         num_workers: The number of workers at the start of the round.
-        stacks: Tasks that are done in one pass; the first of them stands for all.
+        list_stacks: Lists tasks that are done in one pass; the first of them stands for all.
     """
 
     def __init__(
@@ -36,11 +37,12 @@ class TaskQueue:
         count: int,
         estimate_size: Callable[[int], float],
         num_workers: int,
-        stacks: Sequence[tuple[int, ...]] = (),
+        list_stacks: ListStacks = list_no_stacks,
     ) -> None:
         self._count, self._estimate_size = count, estimate_size
-        self._stacks = {stack[0]: stack for stack in stacks}
-        self._followers = {number for stack in stacks for number in stack[1:]}
+        self._list_stacks = list_stacks
+        self._stacks: dict[int, tuple[int, ...]] = {}  # by their first tasks, of tasks that entered
+        self._followers: set[int] = set()
         self._window = TASKS_PER_WORKER * num_workers
         self._num_merged = self._num_entered = 0
         self._waiting: list[tuple[float, int]] = []  # a heap: the largest first
@@ -94,6 +96,8 @@ class TaskQueue:
     def pop_result(self, number: int) -> tuple[WorkRequest, WorkReply | Failure]:
         """A task that is merged now, and its result; the window moves on."""
         self._num_merged += 1
+        self._stacks.pop(number, None)
+        self._followers.discard(number)
         self._move_window()
         return self.requests.pop(number), self._results.pop(number)
 
@@ -142,6 +146,9 @@ class TaskQueue:
     def _move_window(self) -> None:
         while self._num_entered < min(self._num_merged + self._window, self._count):
             number = self._num_entered
+            for stack in self._list_stacks(number):
+                self._stacks[stack[0]] = stack
+                self._followers.update(stack[1:])
             if number not in self._followers:
                 size = sum(map(self._estimate_size, self.find_stack(number)))
                 heapq.heappush(self._waiting, (-size, number))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from multiprocessing import connection
 from pathlib import Path
 
@@ -26,7 +27,13 @@ from fedquilt.engines.dispatch import TaskQueue
 from fedquilt.engines.engine import OnProgress, ignore_progress
 from fedquilt.engines.processes import ProcessInput
 from fedquilt.engines.scratch import ScratchDirectory
-from fedquilt.engines.stacks import ClientsPerPass, PassSizes, plan_stacks
+from fedquilt.engines.stacks import (
+    ClientsPerPass,
+    ListStacks,
+    PassSizes,
+    list_no_stacks,
+    plan_stacks,
+)
 from fedquilt.engines.worker import (
     Timeouts,
     Worker,
@@ -44,6 +51,7 @@ from fedquilt.training.context import ClientContext
 
 Data = Mapping[str, Mapping[int, ClientData]]  # split -> client -> examples
 SHARED_MEMORY = Path("/dev/shm")  # of Linux; elsewhere files take its place
+NUM_ESTIMATES = 256  # subnets whose sizes are kept
 
 
 class LocalEngine:
@@ -122,21 +130,22 @@ class LocalEngine:
     ) -> Iterator[Update | Failure]:
         """Does all tasks; yields their results in order."""
         structure = self._context.structure
-        stacks = plan_stacks(tasks, structure, self.pass_sizes, self._run_in_passes)
-        yield from self._run_in_passes(tasks, stacks)
+        list_stacks = plan_stacks(tasks, structure, self.pass_sizes, self._run_in_passes)
+        yield from self._run_in_passes(tasks, list_stacks)
 
     def _run_in_passes(
-        self, tasks: Sequence[Task], stacks: Sequence[tuple[int, ...]] = ()
+        self, tasks: Sequence[Task], list_stacks: ListStacks = list_no_stacks
     ) -> Iterator[Update | Failure]:
         if self._workers:
             with single_thread():  # the cores are for the workers
-                yield from self._run_in_workers(tasks, stacks)
+                yield from self._run_in_workers(tasks, list_stacks)
             return
-        by_first = {stack[0]: stack for stack in stacks}
+        by_first: dict[int, tuple[int, ...]] = {}
         results: dict[int, Update | Failure] = {}
         for number in range(len(tasks)):
+            by_first |= {stack[0]: stack for stack in list_stacks(number)}
             if number not in results:
-                stack = by_first.get(number, (number,))
+                stack = by_first.pop(number, (number,))
                 results |= zip(stack, self._run_here([tasks[i] for i in stack]), strict=True)
             yield results.pop(number)
 
@@ -211,19 +220,25 @@ class LocalEngine:
         return result.update
 
     def _run_in_workers(
-        self, tasks: Sequence[Task], stacks: Sequence[tuple[int, ...]]
+        self, tasks: Sequence[Task], list_stacks: ListStacks
     ) -> Iterator[Update | Failure]:
-        estimate = _SizeEstimate(tasks, self._context.structure)
-        queue = TaskQueue(len(tasks), estimate, len(self._workers), stacks)
-        with _ParamFiles(tasks, self._memory, self._scratch) as files:
+        @lru_cache(maxsize=NUM_ESTIMATES)
+        def estimate(subnets: tuple[Subnet, ...]) -> float:
+            return sum(_estimate_size(s, self._context.structure) for s in subnets)
+
+        def estimate_size(number: int) -> float:
+            return estimate(tasks[number].subnets)
+
+        queue = TaskQueue(len(tasks), estimate_size, len(self._workers), list_stacks)
+        with _ParamFiles(self._memory, self._scratch) as files:
             try:
-                for number, task in enumerate(tasks):
+                for number in range(len(tasks)):
                     while not queue.has_result(number):
                         self._assign_requests(queue, tasks, files)
                         self._await_messages(queue)
                     self._assign_requests(queue, tasks, files)
                     request, reply = queue.pop_result(number)
-                    files.release(task)
+                    files.release(request.params)
                     yield self._read_update(request, reply)
             finally:
                 self._drop_unfinished(queue.requests.values())
@@ -251,7 +266,7 @@ class LocalEngine:
                     for number in stack:
                         if number not in queue.requests:
                             task = tasks[number]
-                            request = self._make_request(number, task, files.get_path(task))
+                            request = self._make_request(number, task, files.take_path(task))
                             request = replace(request, stack=stack if len(stack) > 1 else ())
                             queue.requests[number] = request
                     worker.send(*(queue.requests[number] for number in stack))
@@ -331,20 +346,6 @@ class _CallbackError(BaseException):
         self.problem = problem
 
 
-class _SizeEstimate:
-    """How much work each task is, roughly."""
-
-    def __init__(self, tasks: Sequence[Task], structure: Structure) -> None:
-        self._tasks, self._structure = tasks, structure
-        self._sizes: dict[tuple[Subnet, ...], float] = {}
-
-    def __call__(self, number: int) -> float:
-        subnets = self._tasks[number].subnets
-        if subnets not in self._sizes:
-            self._sizes[subnets] = sum(_estimate_size(s, self._structure) for s in subnets)
-        return self._sizes[subnets]
-
-
 def _estimate_size(subnet: Subnet, structure: Structure) -> float:
     """A subnet's work as a part of that of the whole net, roughly."""
     kept = [
@@ -357,36 +358,40 @@ def _estimate_size(subnet: Subnet, structure: Structure) -> float:
 class _ParamFiles:
     """Files with the tasks' global tensors, in shared memory where there is enough of it.
 
-    A file is written when the first of its tasks is begun, and removed after the last is merged.
+    A file is written when the first of its tasks is begun, and removed when none of those that were
+    begun is left to be merged.
     """
 
-    def __init__(
-        self, tasks: Sequence[Task], memory: ScratchDirectory, disk: ScratchDirectory
-    ) -> None:
+    def __init__(self, memory: ScratchDirectory, disk: ScratchDirectory) -> None:
         self._memory, self._disk = memory, disk
-        self._num_tasks = Counter(id(task.params) for task in tasks)
-        self._paths: dict[int, Path] = {}
+        self._files: dict[int, tuple[Path, Mapping[str, Tensor]]] = {}  # by the ids of the tensors
+        self._num_begun: Counter[Path] = Counter()
 
     def __enter__(self) -> _ParamFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for path in self._paths.values():
+        for path in self._num_begun:
             path.unlink(missing_ok=True)
 
-    def get_path(self, task: Task) -> Path:
-        """The file with the global tensors of a task."""
-        key = id(task.params)
-        if key not in self._paths:
-            size = sum(t.nbytes for t in task.params.values())
-            scratch = self._memory if self._memory.has_room(size) else self._disk
-            self._paths[key] = path = scratch.make_path("params-", ".safetensors")
-            save_file({n: t.detach().contiguous() for n, t in task.params.items()}, path)
-        return self._paths[key]
+    def take_path(self, task: Task) -> Path:
+        """The file with the global tensors of a task that is begun."""
+        path, _ = self._files.get(id(task.params)) or self._write(task.params)
+        self._num_begun[path] += 1
+        return path
 
-    def release(self, task: Task) -> None:
-        """Notes that a task is done with its tensors."""
-        key = id(task.params)
-        self._num_tasks[key] -= 1
-        if not self._num_tasks[key] and key in self._paths:
-            self._paths.pop(key).unlink(missing_ok=True)
+    def release(self, path: Path) -> None:
+        """Notes that a task whose tensors are in a file is merged."""
+        self._num_begun[path] -= 1
+        if not self._num_begun[path]:
+            del self._num_begun[path]
+            self._files = {key: file for key, file in self._files.items() if file[0] != path}
+            path.unlink(missing_ok=True)
+
+    def _write(self, params: Mapping[str, Tensor]) -> tuple[Path, Mapping[str, Tensor]]:
+        size = sum(tensor.nbytes for tensor in params.values())
+        scratch = self._memory if self._memory.has_room(size) else self._disk
+        path = scratch.make_path("params-", ".safetensors")
+        save_file({n: t.detach().contiguous() for n, t in params.items()}, path)
+        self._files[id(params)] = path, params  # kept, so that their id is not used again
+        return self._files[id(params)]

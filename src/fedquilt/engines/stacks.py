@@ -28,6 +28,7 @@ WINDOW = 64  # neighboring tasks among which stacks are formed, so that few resu
 AUTO = "auto"
 ClientsPerPass = int | str
 RunTasks = Callable[[Sequence[Task]], Iterable[Update | Failure]]
+ListStacks = Callable[[int], list[tuple[int, ...]]]  # the stacks of the window that starts there
 
 
 @dataclass(frozen=True)
@@ -98,25 +99,36 @@ class PassSizes:
 
 def plan_stacks(
     tasks: Sequence[Task], structure: Structure, sizes: PassSizes, run: RunTasks
-) -> list[tuple[int, ...]]:
-    """The numbers of tasks that are done in one pass, for each stack; other tasks are done alone.
+) -> ListStacks:
+    """Chooses how many clients are done in one pass, for each kind of work that is new.
 
     Args:
         tasks: The tasks of a round.
         structure: What can be cut in the model.
         sizes: How many go into one pass; choices for new kinds of work are added.
         run: Runs tasks that try something out.
+
+    Returns:
+        What lists the stacks of a window of tasks; other tasks are done alone.
     """
     if sizes.setting == 1:
-        return []
-    windows = [range(i, min(i + WINDOW, len(tasks))) for i in range(0, len(tasks), WINDOW)]
-    groups = [group for window in windows for group in _group(tasks, window, structure)]
-    _choose(tasks, groups, structure, sizes, run)
-    stacks = []
-    for group in groups:
-        most = sizes.chosen[describe_work(structure, tasks[group[0]].subnets)].clients
-        stacks += [part for part in divide(group, most) if len(part) > 1]
-    return stacks
+        return list_no_stacks
+    _choose(tasks, structure, sizes, run)
+
+    def list_stacks(start: int) -> list[tuple[int, ...]]:
+        stacks = []
+        for group in _group(tasks, start, structure) if start % WINDOW == 0 else ():
+            kind = describe_work(structure, tasks[group[0]].subnets)
+            parts = divide(group, sizes.chosen[kind].clients)
+            stacks += [part for part in parts if len(part) > 1]
+        return stacks
+
+    return list_stacks
+
+
+def list_no_stacks(start: int) -> list[tuple[int, ...]]:
+    """Every task is done alone."""
+    return []
 
 
 def divide(numbers: Sequence[int], most: int) -> list[tuple[int, ...]]:
@@ -134,10 +146,10 @@ def divide(numbers: Sequence[int], most: int) -> list[tuple[int, ...]]:
     return [tuple(numbers[a:b]) for a, b in pairwise(starts)]
 
 
-def _group(tasks: Sequence[Task], window: range, structure: Structure) -> list[list[int]]:
-    """Tasks with equal recipes and shapes, if there are several."""
+def _group(tasks: Sequence[Task], start: int, structure: Structure) -> list[list[int]]:
+    """Tasks of a window with equal recipes and shapes, if there are several."""
     groups: dict[Hashable, list[int]] = {}
-    for number in window:
+    for number in range(start, min(start + WINDOW, len(tasks))):
         task = tasks[number]
         find_key = getattr(task.recipe, "stack_key", None)
         key = None if find_key is None else find_key(task)
@@ -152,19 +164,14 @@ def _describe_shape(structure: Structure, subnet: Subnet) -> Hashable:
     return shapes, subnet.skipped, subnet.excluded, subnet.private
 
 
-def _choose(
-    tasks: Sequence[Task],
-    groups: Sequence[Sequence[int]],
-    structure: Structure,
-    sizes: PassSizes,
-    run: RunTasks,
-) -> None:
+def _choose(tasks: Sequence[Task], structure: Structure, sizes: PassSizes, run: RunTasks) -> None:
     """Tries each new kind of work out, on one of its tasks."""
     new: dict[str, Task] = {}
-    for group in groups:
-        task = tasks[group[0]]
-        new.setdefault(describe_work(structure, task.subnets), task)
-    new = {kind: task for kind, task in new.items() if kind not in sizes.chosen}
+    for start in range(0, len(tasks), WINDOW):
+        for first, *_ in _group(tasks, start, structure):
+            kind = describe_work(structure, tasks[first].subnets)
+            if kind not in sizes.chosen:
+                new.setdefault(kind, tasks[first])
     trials = [replace(t, recipe=TryStacking(t.recipe, sizes.counts)) for t in new.values()]
     for kind, result in zip(new, run(trials) if trials else (), strict=True):
         sizes.add(kind, _judge(result, sizes.setting))

@@ -6,6 +6,7 @@ All of it comes from the records of a run; nothing is planned or trained again.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,7 @@ from torch import Tensor
 from fedquilt.data import ClientData
 from fedquilt.evaluation.accuracy import compute_ensemble_cost
 from fedquilt.federation.client import EVERYONE
+from fedquilt.federation.columns import Column, GrowingColumn, MetricsColumn
 from fedquilt.federation.state import Setup
 from fedquilt.structure.cut import compute_shapes, global_name, index_cells, write_cells
 from fedquilt.structure.subnet import Subnet
@@ -45,6 +47,54 @@ class ClientRecord:
     def trained(self) -> tuple[Subnet, ...]:
         """The subnets that the client worked on; those it returned where it received codes."""
         return self.received or self.returned
+
+
+class ClientRecords(Column[ClientRecord]):
+    """What all clients of a round did, as columns that grow while the round runs.
+
+    >>> import fedquilt as fq
+    >>> records = ClientRecords()
+    >>> records.append(ClientRecord(4, (fq.Subnet(),), (fq.Subnet(),), 100, {"loss": 0.5}))
+    >>> records[0].bytes_sent, records[0].metrics
+    (100, {'loss': 0.5})
+    """
+
+    def __init__(self, records: Iterable[ClientRecord] = ()) -> None:
+        self.clients, self.bytes_sent = array("q"), array("q")
+        self.received: GrowingColumn[tuple[Subnet, ...]] = GrowingColumn()
+        self.returned: GrowingColumn[tuple[Subnet, ...]] = GrowingColumn()
+        self.metrics = MetricsColumn()
+        for record in records:
+            self.append(record)
+
+    @classmethod
+    def of(cls, records: Sequence[ClientRecord]) -> ClientRecords:
+        """The columns of some records, which may be columns already."""
+        return records if isinstance(records, ClientRecords) else cls(records)
+
+    def append(self, record: ClientRecord) -> None:
+        """Adds a client."""
+        self.clients.append(record.client)
+        self.bytes_sent.append(record.bytes_sent)
+        self.received.append(record.received)
+        self.returned.append(record.returned)
+        self.metrics.append(record.metrics)
+
+    def add_bytes(self, client: int, size: int) -> None:
+        """Counts bytes that a client has sent beside its update."""
+        self.bytes_sent[self.clients.index(client)] += size
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def _get(self, row: int) -> ClientRecord:
+        return ClientRecord(
+            self.clients[row],
+            self.received[row],
+            self.returned[row],
+            self.bytes_sent[row],
+            self.metrics[row],
+        )
 
 
 @dataclass(frozen=True)

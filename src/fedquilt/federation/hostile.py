@@ -26,6 +26,7 @@ from fedquilt.federation.aggregation.transforms import replace_changes
 from fedquilt.federation.client import Task, Update, derive_seed
 from fedquilt.federation.rings import list_averaged
 from fedquilt.federation.state import Setup, State
+from fedquilt.federation.tasks import LazyTasks
 from fedquilt.federation.update import validate_update
 from fedquilt.ranges import Positive, check_fields
 from fedquilt.structure.cut import global_name, index_cells, view_cells, write_cells
@@ -380,14 +381,18 @@ class RoundAttack:
         self._state, self._gives_changes = state, gives_changes
         self._honest = HonestChanges(setup.structure)
 
-    def plan(self, tasks: Sequence[Task]) -> list[Task]:
+    def plan(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """The tasks of the round: hostile clients' are poisoned, and last if they wait for all."""
-        planned = [
-            self._attack.poison(task) if task.client in self._hostile else task for task in tasks
-        ]
+        order: Sequence[int] = range(len(tasks))
         if self._attack.needs_honest:
-            planned.sort(key=lambda task: task.client in self._hostile)
-        return planned
+            hostile = np.array([task.client in self._hostile for task in tasks], dtype=bool)
+            order = np.argsort(hostile, kind="stable").tolist()
+
+        def plan(row: int) -> Task:
+            task = tasks[order[row]]
+            return self._attack.poison(task) if task.client in self._hostile else task
+
+        return LazyTasks(len(tasks), plan)
 
     def intercept(self, update: Update) -> Update:
         """The update that is merged."""

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedquilt.federation.client import Client
-from fedquilt.federation.columns import Integers
+from fedquilt.federation.columns import ComputedColumn, Integers
 from fedquilt.federation.registry import MANY_CLIENTS, ClientRegistry
 from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.structure import Structure
@@ -140,8 +140,8 @@ def sample_cohort(
     oversample: float = 0.0,
     available: Collection[int] | None = None,
     sampling: Sampling = "fixed",
-) -> list[Client]:
-    """Draws a random cohort, in the order of the clients' numbers.
+) -> Sequence[Client]:
+    """Draws a random cohort, in the order of the clients' numbers; each is made when asked for.
 
     ``oversample`` is the fraction of clients that are asked beyond those needed. Clients that are
     not ``available`` are passed over, unless none of those that the phase is for is available. With
@@ -153,10 +153,12 @@ def sample_cohort(
     rng = np.random.default_rng(seed)
     if sampling == "poisson":
         rows = _draw_poisson(rng, len(able), phase.sampling_rate(clients) * (1 + oversample))
-        drawn = [able[row] for row in rows.tolist()]
-        return [client for client in drawn if available is None or client.id in available]
-    size = math.ceil(phase.cohort_size(len(able)) * (1 + oversample))
-    return [able[row] for row in sorted(_draw_fixed(rng, able, size, available))]
+        if available is not None:
+            rows = np.array([r for r in rows.tolist() if able.ids[r] in available], np.int64)
+    else:
+        size = math.ceil(phase.cohort_size(len(able)) * (1 + oversample))
+        rows = np.sort(np.array(_draw_fixed(rng, able, size, available), np.int64))
+    return ComputedColumn(lambda row: able[int(rows[row])], len(rows))
 
 
 def _draw_poisson(rng: np.random.Generator, count: int, rate: float) -> Integers:

@@ -140,7 +140,7 @@ class ADDS(BaseMethod):
         """Subnets are chosen within the whole net, which every client is sent and trains."""
         return describe_ignored_budgets(setup)
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Algorithm 1, line 3: the supernet for every client."""
         recipe = Bilevel(
             self.local_training,

@@ -32,6 +32,7 @@ from fedquilt.federation.aggregation import (
 from fedquilt.federation.chosen import ChosenSubnets
 from fedquilt.federation.client import PERSONAL, Client, Task, Update, derive_seed
 from fedquilt.federation.state import Phase, Setup, State, cache_per_setup
+from fedquilt.federation.tasks import plan_each
 from fedquilt.methods.affordability import (
     list_able_clients,
     list_richest_clients,
@@ -116,9 +117,9 @@ class FedPA(BaseMethod):
         }
         return ChosenSubnets(setup.registry, uniform, own)
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Line 3: w ⊙ z_m for every sampled client."""
-        return [self._training(setup, state, client, state.round) for client in cohort]
+        return plan_each(cohort, lambda client: self._training(setup, state, client, state.round))
 
     def _training(self, setup: Setup, state: State, client: Client, round: int) -> Task:
         """Lines 4-7: E' epochs of SGD on the client's own architecture."""
@@ -331,13 +332,14 @@ class APFL(FedPA):
         """Algorithm 1: w⁰; nobody has an architecture yet."""
         return initial_state(setup)
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Lines 3-5 and 12 of Algorithm 1, and line 3 of Algorithm 3."""
         if state.phase == "train":
             round = state.round - self._rounds_before(setup)
-            return [self._training(setup, state, client, round) for client in cohort]
-        return [
-            Task(
+            return plan_each(cohort, lambda client: self._training(setup, state, client, round))
+
+        def plan(client: Client) -> Task:
+            return Task(
                 client.id,
                 (Subnet().excluding(*self.local_params),),
                 state.params,
@@ -346,8 +348,8 @@ class APFL(FedPA):
                 else self._search(setup, client),
                 derive_seed(setup.seed, state.round, client.id),
             )
-            for client in cohort
-        ]
+
+        return plan_each(cohort, plan)
 
     def _sandwich(self, setup: Setup, state: State, client: Client) -> Sandwich:
         """Algorithm 2: TrainingUSNet."""

@@ -22,6 +22,7 @@ from fedquilt.federation.aggregation import (
 from fedquilt.federation.budgets import LEVELS
 from fedquilt.federation.client import Client, Recipe, Task, Update, derive_seed
 from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.federation.tasks import plan_each
 from fedquilt.methods.method import PersonalStatistics, SizeKind, shares_weights
 from fedquilt.methods.queries import (
     QUERY,
@@ -188,13 +189,13 @@ class BaseMethod(MethodTraits):
         """The model's own tensors."""
         return initial_state(setup)
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """The closing query, or a round of training."""
         if state.phase == QUERY:
             return plan_query(setup, state, cohort, self)
         return self.plan_training(setup, state, cohort)
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Plans a round of training: which client gets which subnets, and what it does with them.
 
         Args:
@@ -203,7 +204,7 @@ class BaseMethod(MethodTraits):
             cohort: The clients of the round, in the order of their numbers.
 
         Returns:
-            The tasks, in the order of the clients.
+            The tasks, in the order of the clients: a list, or ``LazyTasks`` for large cohorts.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what its clients train")
 
@@ -288,9 +289,11 @@ def initial_state(setup: Setup) -> State:
 
 def same_for_all(
     setup: Setup, state: State, cohort: Sequence[Client], recipe: Recipe, subnet: Subnet
-) -> list[Task]:
+) -> Sequence[Task]:
     """The same subnet and the same recipe for every client."""
-    return [
-        Task(c.id, (subnet,), state.params, recipe, derive_seed(setup.seed, state.round, c.id))
-        for c in cohort
-    ]
+
+    def plan(client: Client) -> Task:
+        seed = derive_seed(setup.seed, state.round, client.id)
+        return Task(client.id, (subnet,), state.params, recipe, seed)
+
+    return plan_each(cohort, plan)

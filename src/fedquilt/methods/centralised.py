@@ -58,7 +58,7 @@ class Centralised(BaseMethod):
         """The whole net is trained, whatever clients can afford."""
         return describe_ignored_budgets(setup)
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """One task, whatever the cohort."""
         labels = setup.registry.label_set
         recipe = LocalSGD(

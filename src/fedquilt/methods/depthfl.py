@@ -21,6 +21,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.aggregation import Aggregate, AggregationPipeline, ServerUpdate, chain
 from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
+from fedquilt.federation.tasks import plan_each
 from fedquilt.methods.affordability import filter_affordable
 from fedquilt.methods.base import BaseMethod
 from fedquilt.ranges import Fraction
@@ -117,19 +118,20 @@ class DepthFL(BaseMethod):
             self.trained_subnet(deep, client)  # refuses whoever cannot afford one exit
         return deep
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """The deepest local model of each client."""
         params, recipe = self._sent(state), self._recipe(setup, state.round)
-        return [
-            Task(
+
+        def plan(client: Client) -> Task:
+            return Task(
                 client.id,
                 (self.trained_subnet(setup, client),),
                 params,
                 recipe,
                 derive_seed(setup.seed, state.round, client.id),
             )
-            for client in cohort
-        ]
+
+        return plan_each(cohort, plan)
 
     def _recipe(self, setup: Setup, round: int) -> LocalSGD | FedDynTraining:
         distil = self.consistency_weight(round) if self.distil else 0.0

@@ -15,6 +15,7 @@ import torch
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
+from fedquilt.federation.tasks import plan_each
 from fedquilt.methods.affordability import describe_ignored_budgets, list_budget_sizes
 from fedquilt.methods.base import BaseMethod
 from fedquilt.methods.method import PersonalStatistics
@@ -128,12 +129,13 @@ class FedAvg(BaseMethod):
         width = self.common_width(setup)
         return describe_ignored_budgets(setup, width, setup.structure.subnet(width))
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """The whole net for every client, or the same part of it; weighted by examples."""
         subnet = setup.structure.subnet(self.common_width(setup))
         subnet = self.without_untracked(subnet.excluding(*self.local_params))
-        return [
-            Task(
+
+        def plan(client: Client) -> Task:
+            return Task(
                 client.id,
                 (subnet,),
                 state.params,
@@ -148,8 +150,8 @@ class FedAvg(BaseMethod):
                 ),
                 derive_seed(setup.seed, state.round, client.id),
             )
-            for client in cohort
-        ]
+
+        return plan_each(cohort, plan)
 
     def sizes(self, setup: Setup) -> tuple[float, ...]:
         """The one width."""

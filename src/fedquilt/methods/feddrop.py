@@ -17,6 +17,7 @@ import numpy.typing as npt
 from fedquilt.federation.aggregation import AggregationPipeline, LabelAwareMean, Mean, chain
 from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
+from fedquilt.federation.tasks import plan_each
 from fedquilt.methods.affordability import find_affordable_width, validate_widths
 from fedquilt.methods.base import BaseMethod
 from fedquilt.ranges import Fraction
@@ -88,10 +89,11 @@ class FedDrop(BaseMethod):
         """All rows are sent; the loss is still over a client's own classes, which it knows."""
         return replace(super().make_private(), own_rows=False)
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """A part for every client; weighted by examples."""
-        return [
-            Task(
+
+        def plan(client: Client) -> Task:
+            return Task(
                 client.id,
                 (self.without_untracked(self.draw_subnet(setup, state.round, client)),),
                 state.params,
@@ -106,8 +108,8 @@ class FedDrop(BaseMethod):
                 ),
                 derive_seed(setup.seed, state.round, client.id),
             )
-            for client in cohort
-        ]
+
+        return plan_each(cohort, plan)
 
     def training_aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:
         """Each cell is averaged over the clients that hold it, by their examples."""

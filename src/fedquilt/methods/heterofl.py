@@ -22,6 +22,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.federation.aggregation import AggregationPipeline, LabelAwareMean, Mean, chain
 from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
+from fedquilt.federation.tasks import plan_each
 from fedquilt.methods.affordability import (
     count_unable_clients,
     find_affordable_width,
@@ -110,9 +111,9 @@ class HeteroFL(BaseMethod):
         """All rows are sent; the loss is still over a client's own classes, which it knows."""
         return replace(super().make_private(), own_rows=False)
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Algorithm 1: determine each client's level p, W_m <- W_g[: d_m, : k_m], and its work."""
-        return [self._task(setup, state, client) for client in cohort]
+        return plan_each(cohort, lambda client: self._task(setup, state, client))
 
     def _task(self, setup: Setup, state: State, client: Client) -> Task:
         seed = derive_seed(setup.seed, state.round, client.id)

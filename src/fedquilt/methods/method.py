@@ -121,7 +121,7 @@ class Method(Protocol):
         """The state before the first round."""
         ...
 
-    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Plans a round of the state's phase.
 
         Args:
@@ -130,7 +130,8 @@ class Method(Protocol):
             cohort: The clients of the round, in the order of their numbers.
 
         Returns:
-            One task for each client of the cohort, in order.
+            One task for each client of the cohort, in order: a list, or ``LazyTasks``, of which
+            each is made when it is asked for.
         """
         ...
 

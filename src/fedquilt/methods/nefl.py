@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
+from fedquilt.federation.tasks import plan_each
 from fedquilt.methods import nefl_tables, submodels
 from fedquilt.methods.affordability import filter_affordable
 from fedquilt.methods.base import BaseMethod, initial_state
@@ -162,21 +163,22 @@ class NeFL(BaseMethod):
                 steps[f"{name}@{subnet.owner}"] = torch.tensor(float(value))
         return replace(state, params={**state.params, **steps})
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Algorithm 1, lines 2-5: each client trains one of the submodels."""
         recipe = LocalSGD(
             self.local_training, lr=self.local_training.lr_at(state.round, setup.rounds)
         )
-        return [
-            Task(
+
+        def plan(client: Client) -> Task:
+            return Task(
                 client.id,
                 (self._choose_submodel(setup, state.round, client),),
                 state.params,
                 recipe,
                 derive_seed(setup.seed, state.round, client.id),
             )
-            for client in cohort
-        ]
+
+        return plan_each(cohort, plan)
 
     def _choose_submodel(self, setup: Setup, round: int, client: Client) -> Subnet:
         return self.without_untracked(self.submodels(setup)[self.draw_size(setup, round, client)])

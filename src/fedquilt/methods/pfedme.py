@@ -100,7 +100,7 @@ class PFedMe(BaseMethod):
         own = ChosenSubnets(setup.registry, whole)
         return replace(initial_state(setup), chosen_subnets=own)
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """The server sends w; all clients count alike."""
         recipe = Moreau(
             self.local_training,

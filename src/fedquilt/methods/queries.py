@@ -8,6 +8,7 @@ from typing import Protocol
 
 from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.federation.tasks import plan_each
 from fedquilt.methods.affordability import list_unable_budgets, sizes_within_budget
 from fedquilt.methods.method import SIZE_NAMES, Method
 from fedquilt.structure.budget import Budget
@@ -47,34 +48,31 @@ def query_phase(setup: Setup, fraction: float | None = None, *, everyone: bool =
 
 def plan_query(
     setup: Setup, state: State, cohort: Sequence[Client], method: QueryingMethod
-) -> list[Task]:
+) -> Sequence[Task]:
     """Asks clients for the statistics of the finished model, at every size (HeteroFL, Sec. 3.2).
 
     A size that no client of the cohort can afford is asked of all of them. A client that has a net
     of its own also finds the statistics of that one, which it keeps.
     """
     nets = {size: method.ensemble(setup, state, size) for size in method.sizes(setup)}
-    queried = queried_sizes(setup, cohort, method)
-    tasks = []
-    for client in cohort:
-        wanted = queried[client.id]
-        subnets = tuple(dict.fromkeys(subnet for size in wanted for subnet in nets[size]))
+    asked = {
+        budget: tuple(dict.fromkeys(subnet for size in wanted for subnet in nets[size]))
+        for budget, wanted in _find_queried_sizes(
+            setup, {client.budget: client for client in cohort}, method
+        ).items()
+    }
+
+    def plan(client: Client) -> Task:
+        subnets, recipe = asked[client.budget], method.statistics_recipe
         own = state.chosen_subnets.get(client.id)
-        recipe = method.statistics_recipe
         if own is not None:
             subnets, recipe = (*subnets, own), replace(recipe, personal=True)
         seed = derive_seed(setup.seed, state.round, client.id)
-        if subnets:  # else all tensors would travel, to a client that can afford none of the sizes
-            tasks.append(Task(client.id, subnets, state.params, recipe, seed))
-    return tasks
+        return Task(client.id, subnets, state.params, recipe, seed)
 
-
-def queried_sizes(
-    setup: Setup, cohort: Sequence[Client], method: QueryingMethod
-) -> dict[int, tuple[float, ...]]:
-    """The sizes whose statistics each client of a cohort is asked for, largest first."""
-    by_budget = _find_queried_sizes(setup, {c.budget: c for c in cohort}, method)
-    return {client.id: by_budget[client.budget] for client in cohort}
+    if not all(asked.values()):  # all tensors would travel to who can afford none of the sizes
+        cohort = [c for c in cohort if asked[c.budget] or c.id in state.chosen_subnets]
+    return plan_each(cohort, plan)
 
 
 def _find_queried_sizes(

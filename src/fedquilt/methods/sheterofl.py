@@ -14,6 +14,7 @@ from torch import nn
 
 from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Setup, State
+from fedquilt.federation.tasks import plan_each
 from fedquilt.methods.affordability import (
     list_affordable_widths,
     list_trained_sizes,
@@ -93,10 +94,11 @@ class SHeteroFL(BaseMethod):
 
     queries_within_budgets = True
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Every width that a client can afford, the widest with all that they share."""
-        return [
-            Task(
+
+        def plan(client: Client) -> Task:
+            return Task(
                 client.id,
                 self._nested(setup, client),
                 state.params,
@@ -110,8 +112,8 @@ class SHeteroFL(BaseMethod):
                 ),
                 derive_seed(setup.seed, state.round, client.id),
             )
-            for client in cohort
-        ]
+
+        return plan_each(cohort, plan)
 
     def _nested(self, setup: Setup, client: Client) -> tuple[Subnet, ...]:
         widths = list_affordable_widths(setup, client, self.sizes(setup))

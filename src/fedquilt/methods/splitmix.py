@@ -28,6 +28,7 @@ from fedquilt.federation.aggregation import Aggregate, AggregationPipeline, Serv
 from fedquilt.federation.budgets import LEVELS
 from fedquilt.federation.client import Client, Task, derive_seed
 from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.federation.tasks import LazyTasks, plan_each
 from fedquilt.methods.base import BaseMethod
 from fedquilt.methods.method import PersonalStatistics, SizeKind
 from fedquilt.ranges import Fraction
@@ -302,10 +303,10 @@ class SplitMix(BaseMethod):
             channels_last=setup.structure.channels_last,
         )
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Algorithm 1, lines 4 to 6: sample base models for each client, and what it does."""
         if state.phase == "train":
-            return [self._training(setup, state, c, i) for i, c in enumerate(cohort)]
+            return LazyTasks(len(cohort), lambda i: self._training(setup, state, cohort[i], i))
         every = tuple(self.base_subnets(range(self.count_bases(setup))))
         recipe = Evaluate(
             split="validation",
@@ -313,10 +314,12 @@ class SplitMix(BaseMethod):
             scale=self.scales_outputs,
             metrics=setup.task.numbers,
         )
-        return [
-            Task(c.id, every, state.params, recipe, derive_seed(setup.seed, state.round, c.id))
-            for c in cohort
-        ]
+
+        def plan(client: Client) -> Task:
+            seed = derive_seed(setup.seed, state.round, client.id)
+            return Task(client.id, every, state.params, recipe, seed)
+
+        return plan_each(cohort, plan)
 
     def _training(self, setup: Setup, state: State, client: Client, position: int) -> Task:
         chosen = self.sample_bases(setup, state, client, state.method_state["visits"] + position)

@@ -29,6 +29,7 @@ from fedquilt.federation.aggregation import (
 )
 from fedquilt.federation.client import Client, Task, Update, client_label, derive_seed
 from fedquilt.federation.state import Setup, State
+from fedquilt.federation.tasks import plan_each
 from fedquilt.methods.affordability import describe_ignored_budgets
 from fedquilt.methods.base import BaseMethod
 from fedquilt.ranges import Fraction
@@ -122,15 +123,16 @@ class STC(BaseMethod):
         """The whole net is trained, whatever clients can afford."""
         return describe_ignored_budgets(setup)
 
-    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> list[Task]:
+    def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Line 7: the codes that a client missed, or all weights."""
         synced, codes = read_synced_rounds(state), read_codes(state)
         missed = {
             since: {str(number): code for number, code in codes.items() if number >= since}
             for since in {synced[client.id] for client in cohort if client.id in synced}
         }
-        return [
-            Task(
+
+        def plan(client: Client) -> Task:
+            return Task(
                 client.id,
                 () if client.id in synced else (self.whole,),
                 missed[synced[client.id]] if client.id in synced else state.params,
@@ -147,8 +149,8 @@ class STC(BaseMethod):
                 ),
                 derive_seed(setup.seed, state.round, client.id),
             )
-            for client in cohort
-        ]
+
+        return plan_each(cohort, plan)
 
     def training_aggregation(self, setup: Setup, phase: str) -> AggregationPipeline:
         """Lines 17-23: codes are decoded, their changes averaged, and the mean compressed."""

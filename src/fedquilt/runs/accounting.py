@@ -6,12 +6,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from fedquilt.errors import TrainingError
-from fedquilt.evaluation.clients import ClientRecord
+from fedquilt.evaluation.clients import ClientRecord, ClientRecords
 from fedquilt.federation.aggregation import AggregationPipeline
 from fedquilt.federation.client import Failure, Task, Update
+from fedquilt.federation.columns import ClientValues
 from fedquilt.federation.state import Setup, State
 from fedquilt.federation.validation import EXAMPLES, LOSS, MAX_LOSS
 from fedquilt.runs.events import Callback, ClientDone, SecureRound
@@ -36,13 +36,12 @@ class RoundAccounting:
         self._aggregation, self.quorum = aggregation, quorum
         self.failures: list[Failure] = []
         self.num_accepted = 0
-        self.bytes_down = 0
-        self.sent: Counter[int] = Counter()  # bytes, by client
+        self.bytes_down = self.bytes_up = 0
         self._loss = self._examples = 0.0
-        self.local: dict[int, float] = {}
-        self.losses: dict[int, float | None] = {}
-        self.scales: dict[int, float] = {}
-        self.clients: list[ClientRecord] = []
+        self.local: ClientValues[float] = ClientValues()
+        self.losses: ClientValues[float | None] = ClientValues()
+        self.scales: ClientValues[float] = ClientValues()
+        self.clients = ClientRecords()
         self.secure: SecureRound | None = None
         self._lost: str | None = None
         self.merging: dict[str, float] = {}  # numbers about the aggregation
@@ -50,8 +49,10 @@ class RoundAccounting:
     def filter_valid(
         self, tasks: Sequence[Task], results: Iterable[Update | Failure]
     ) -> Iterator[Update]:
-        """Yields the valid updates as they come."""
+        """Yields the valid updates as they come; at the end it is known what clients were sent."""
         for task, result in zip(tasks, results, strict=True):
+            if not task.subnets:  # all tensors travel
+                self.bytes_down += sum(tensor.nbytes for tensor in task.params.values())
             update = self._aggregation.accept(self._setup, self._state, task, result)
             if isinstance(update, Failure):
                 self.failures.append(update)
@@ -62,19 +63,21 @@ class RoundAccounting:
             self.num_accepted += 1
             self._add_metrics(update)
             size = sum(t.nbytes for part in result.params for t in part.values())
-            self.sent[update.client] += size
+            self.bytes_up += size
             self.clients.append(
-                ClientRecord(task.client, task.subnets, update.subnets, size, dict(update.metrics))
+                ClientRecord(task.client, task.subnets, update.subnets, size, update.metrics)
             )
             self._callback(ClientDone(update.client))
             yield update
+        for subnets, count in self.clients.received.counts.items():
+            self.bytes_down += count * sum(count_subnet_bytes(self._setup, s) for s in subnets)
 
     def _add_metrics(self, update: Update) -> None:
         """Adds what the client reports; a loss that is not finite is left out of the mean."""
         metrics = update.metrics
         if LOSS in metrics:
             is_number = abs(metrics[LOSS]) <= MAX_LOSS
-            self.losses[update.client] = _round_off(metrics[LOSS]) if is_number else None
+            self.losses.add(update.client, _round_off(metrics[LOSS]) if is_number else None)
             if is_number:
                 self._loss += metrics[LOSS] * metrics[EXAMPLES]
                 self._examples += metrics[EXAMPLES]
@@ -85,19 +88,14 @@ class RoundAccounting:
             if part[name].is_floating_point() and part[name].numel()
         ]
         if statistics:
-            self.scales[update.client] = _round_off(max(statistics))
+            self.scales.add(update.client, _round_off(max(statistics)))
         if metrics.get(TESTED):
-            self.local[update.client] = metrics[RIGHT] / metrics[TESTED]
+            self.local.add(update.client, metrics[RIGHT] / metrics[TESTED])
 
     def add_bytes(self, client: int, size: int) -> None:
         """Counts bytes that a client has sent beside its update."""
-        self.sent[client] += size
-        self.clients = [
-            replace(record, bytes_sent=record.bytes_sent + size)
-            if record.client == client
-            else record
-            for record in self.clients
-        ]
+        self.bytes_up += size
+        self.clients.add_bytes(client, size)
 
     def set_mean_loss(self, loss: float) -> None:
         """Takes the mean training loss, where single clients do not report theirs."""
@@ -108,9 +106,14 @@ class RoundAccounting:
         self._lost = reason
 
     @property
-    def bytes_up(self) -> int:
-        """Bytes that all clients sent."""
-        return self.sent.total()
+    def sent(self) -> ClientValues[int]:
+        """The bytes that each client with a valid answer sent."""
+        pairs = zip(self.clients.clients, self.clients.bytes_sent, strict=True)
+        sent: ClientValues[int] = ClientValues(kind="q")
+        for (client, size), names in zip(pairs, self.clients.metrics.names, strict=True):
+            if names is not None:
+                sent.add(client, size)
+        return sent
 
     @property
     def has_enough(self) -> bool:

@@ -40,7 +40,7 @@ switched off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -181,7 +181,7 @@ class RoundDone:
     sent: Mapping[int, int] = field(default_factory=dict)
     losses: Mapping[int, float | None] = field(default_factory=dict)
     scales: Mapping[int, float] = field(default_factory=dict)
-    clients: tuple[ClientRecord, ...] = ()
+    clients: Sequence[ClientRecord] = ()
     privacy: PrivacySpent | None = None
     secure: SecureRound | None = None
     merging: Mapping[str, float] = field(default_factory=dict)

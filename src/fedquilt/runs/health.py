@@ -15,6 +15,7 @@ from typing import Any
 
 from fedquilt.federation.aggregation.robust import HELD_CELLS, KEPT_CELLS
 from fedquilt.federation.client import NOT_NEEDED, Failure
+from fedquilt.federation.columns import ClientValues
 
 Record = Mapping[str, Any]  # of a round or of an evaluation, as a run writes it down
 
@@ -32,6 +33,8 @@ SHARE = 0.25  # of all answers that are missing, above which a run is ill
 VALUES = ("", "user_", "personal_")  # of accuracy; one is enough
 NAMED = 3  # clients in one sentence
 ODD_SCALES = "odd_scales"  # of rounds long ago, instead of all scales
+LOOKED_AT = ("round", "phase", "loss", "losses", "sent", "failures", "merging", "secure", "privacy")
+MAX_VALUES = 50_000  # of clients in the records that are looked at, beyond a few rounds
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,7 @@ def add_to_history(history: list[Record], record: Record) -> None:
 
     Of evaluations the last one stays. Of rounds those of the same phase stay, and of rounds long
     ago a summary: so a run of many thousand rounds needs no more memory than one of a hundred.
+    With many clients in a round, fewer rounds stay.
 
     Args:
         history: The records so far; it is changed.
@@ -220,12 +224,16 @@ def add_to_history(history: list[Record], record: Record) -> None:
     """
     if "scores" in record:
         history[:] = [known for known in history if "scores" not in known]
-    else:
-        tests = [known for known in history if "scores" in known]
-        rounds = [known for known in history if known.get("phase") == record["phase"]]
-        old, recent = rounds[: -2 * RECENT], rounds[-2 * RECENT :]
-        history[:] = [*tests, *_summarize(old), *recent]
-    history.append(record)
+        history.append(record)
+        return
+    tests = [known for known in history if "scores" in known]
+    rounds = [known for known in history if known.get("phase") == record["phase"]]
+    scales = {int(client): scale for client, scale in record.get("scales", {}).items()}
+    looked_at = {name: value for name, value in record.items() if name in LOOKED_AT}
+    rounds.append({**looked_at, "scales": ClientValues(scales)})
+    count = MAX_VALUES // max(len(record.get("sent", ())), 1)
+    count = min(max(count, 2 * FEWEST_ROUNDS), 2 * RECENT) + 1
+    history[:] = [*tests, *_summarize(rounds[:-count]), *rounds[-count:]]
 
 
 def _summarize(rounds: Sequence[Record]) -> list[Record]:
@@ -246,10 +254,10 @@ def _find_failing(rounds: Sequence[Record]) -> Iterable[Finding]:
     """Clients that fail more often than they answer."""
     reasons: dict[int, list[str]] = {}
     for record in rounds:
-        for failure in record["failures"]:
+        for failure in record.get("failures", ()):
             if failure["reason"] != NOT_NEEDED:
                 reasons.setdefault(failure["client"], []).append(failure["reason"])
-    answers = Counter(int(client) for record in rounds for client in record["sent"])
+    answers = Counter(int(client) for record in rounds for client in record.get("sent", ()))
     often = sorted(
         (c for c, why in reasons.items() if len(why) >= OFTEN and len(why) > answers[c]),
         key=lambda client: -len(reasons[client]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,8 +18,9 @@ from fedquilt.federation.client import Task, derive_seed
 from fedquilt.federation.hostile import Attack
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Phase, Setup, State, sample_cohort
+from fedquilt.federation.tasks import map_tasks
 from fedquilt.methods.method import Method
-from fedquilt.runs.accounting import RoundAccounting, count_subnet_bytes
+from fedquilt.runs.accounting import RoundAccounting
 from fedquilt.runs.attacks import measure_backdoor
 from fedquilt.runs.checkpoint import Checkpoint
 from fedquilt.runs.directory import RunDirectory
@@ -104,7 +104,7 @@ class TrainingLoop:
         self._saved = SavedRun(self.directory, self.fingerprint, self.engine, self._notify)
         self._selector = ModelSelector(self.selection, self.setup, self.method)
         self._history: list[Record] = []
-        self._clients: list[tuple[ClientRecord, ...]] = []
+        self._clients: list[Sequence[ClientRecord]] = []
         self._reported: set[tuple[str, tuple[int, ...]]] = set()
         self.num_trained = 0  # rounds that are done
 
@@ -120,7 +120,7 @@ class TrainingLoop:
         return spent[-1] if spent else None
 
     @property
-    def clients(self) -> tuple[tuple[ClientRecord, ...], ...]:
+    def clients(self) -> tuple[Sequence[ClientRecord], ...]:
         """What clients did in each round; empty if that is in the records of a directory."""
         return tuple(self._clients)
 
@@ -201,10 +201,10 @@ class TrainingLoop:
             accounting.bytes_up,
             time.perf_counter() - started,
             accounting.local,
-            dict(accounting.sent),
+            accounting.sent,
             accounting.losses,
             accounting.scales,
-            tuple(accounting.clients),
+            accounting.clients,
             secure=accounting.secure,
             merging=accounting.merging,
         )
@@ -236,6 +236,7 @@ class TrainingLoop:
         stream = (2,) if phase.is_closing else ()
         seed = derive_seed(self.setup.seed, state.round, *stream)
         oversample = 0.0 if phase.is_closing else self.faults.oversample
+        tasks: Sequence[Task]
         if self.privacy is not None:
             tasks = self.privacy.plan(state, self._find_available())
         else:
@@ -245,7 +246,7 @@ class TrainingLoop:
             )
             tasks = self.method.plan(self.setup, state, cohort)
         if self.cadence.test_locally and not phase.is_closing:
-            tasks = [self._add_local_test(task) for task in tasks]
+            tasks = map_tasks(self._add_local_test, tasks)
         total = count_rounds(self.method, self.setup)
         self._notify(RoundStarted(number, phase.name, len(tasks), total))
         aggregation = self._aggregations[phase.name]
@@ -254,12 +255,6 @@ class TrainingLoop:
         if self.privacy is not None:
             quorum = min(1, needed)  # the noise does not depend on how many answer
         accounting = RoundAccounting(self.setup, state, self._notify, aggregation, quorum)
-        sent = Counter(subnet for task in tasks for subnet in task.subnets)
-        accounting.bytes_down = sum(
-            count_subnet_bytes(self.setup, s) * count for s, count in sent.items()
-        )
-        whole = (task.params.values() for task in tasks if not task.subnets)
-        accounting.bytes_down += sum(tensor.nbytes for tensors in whole for tensor in tensors)
         self.engine.on_progress = lambda client, done: self._notify(ClientProgress(client, done))
         enough = needed if oversample else None
         plan = RoundPlan(state, tasks, aggregation, phase.is_closing, enough)

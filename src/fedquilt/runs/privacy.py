@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -67,7 +67,7 @@ class PrivateRounds:
     method: Method
     secret: bytes = field(repr=False)
     secure: SecureAggregation | None = None
-    _planned: tuple[int, list[Task], Counter[Holding]] | None = field(default=None, init=False)
+    _planned: tuple[int, Sequence[Task], Counter[Holding]] | None = field(default=None, init=False)
 
     @cached_property
     def phase(self) -> Phase:
@@ -262,7 +262,7 @@ class PrivateRounds:
         secret = derive_secret(self.secret, "client", task.client).hex()
         return replace(task.recipe, noise=std, secret=secret, round=round)  # type: ignore[type-var]
 
-    def _plan_everyone(self, state: State) -> tuple[list[Task], Counter[Holding]]:
+    def _plan_everyone(self, state: State) -> tuple[Sequence[Task], Counter[Holding]]:
         """The tasks that all registered clients would get in a round, and how many have each."""
         if self._planned is None or self._planned[0] != state.round:
             state = replace(state, phase=find_phase(state.round, self.method, self.setup).name)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
-from fedquilt.evaluation.clients import ClientRecord
+from fedquilt.evaluation.clients import ClientRecord, ClientRecords
+from fedquilt.federation.columns import ClientValues, GrowingColumn
 from fedquilt.federation.validation import LOSS, MAX_LOSS
 from fedquilt.runs.events import Evaluated, RoundDone
 from fedquilt.structure.packing import pack_subnet, unpack_subnet
@@ -34,10 +35,11 @@ def encode_event(event: RoundDone | Evaluated, structure: Structure) -> dict[str
         if event.best_round is None:  # without selection
             del record["validation"], record["best_round"]
     else:
-        record = asdict(replace(event, clients=()))
+        derived: Any = {name: {} for name in DERIVED}
+        record = asdict(replace(event, clients=(), scales=dict(event.scales), **derived))
         for name in DERIVED:
             del record[name]
-        record[COLUMNS] = _encode_clients(event.clients, structure)
+        record[COLUMNS] = _encode_clients(ClientRecords.of(event.clients), structure)
         if not event.merging:  # as with the mean
             del record["merging"]
     del record["seconds"]
@@ -49,25 +51,27 @@ def expand_record(record: Mapping[str, Any]) -> dict[str, Any]:
     if not record.get(COLUMNS):
         return dict(record)
     columns = record[COLUMNS]
-    metrics = _decode_metrics(columns)
-    valid = [client for client, own in zip(columns["id"], metrics, strict=True) if own is not None]
-    known = {client: own for client, own in zip(columns["id"], metrics, strict=True) if own}
-    sent = dict.fromkeys(valid, 0)
-    for client, size in zip(columns["id"], columns["bytes"], strict=True):
-        if client in sent:
-            sent[client] += size
-    return {
-        **record,
-        "sent": sent,
-        "losses": {c: _limit_loss(own[LOSS]) for c, own in known.items() if LOSS in own},
-        "local": {c: own[RIGHT] / own[TESTED] for c, own in known.items() if own.get(TESTED)},
-    }
+    failed = set(columns.get("failed", ()))
+    valid = [client for row, client in enumerate(columns["id"]) if row not in failed]
+    sizes = [size for row, size in enumerate(columns["bytes"]) if row not in failed]
+    losses: ClientValues[float | None] = ClientValues()
+    local: ClientValues[float] = ClientValues()
+    for client, loss in zip(valid, _decode_metric(columns, LOSS), strict=True):
+        if loss is not None:
+            losses.add(client, _limit_loss(loss))
+    tests = zip(_decode_metric(columns, RIGHT), _decode_metric(columns, TESTED), strict=True)
+    for client, (right, tested) in zip(valid, tests, strict=True):
+        if tested and right is not None:
+            local.add(client, right / tested)
+    sent = ClientValues(dict(zip(valid, sizes, strict=True)), kind="q")
+    return {**record, "sent": sent, "losses": losses, "local": local}
 
 
-def decode_clients(record: Mapping[str, Any], structure: Structure) -> tuple[ClientRecord, ...]:
+def decode_clients(record: Mapping[str, Any], structure: Structure) -> Sequence[ClientRecord]:
     """What the clients of a round did; none in the record of an evaluation."""
+    records = ClientRecords()
     if not record.get(COLUMNS):
-        return ()
+        return records
     columns = record[COLUMNS]
     subnets = [unpack_subnet(base64.b64decode(text), structure) for text in columns["subnets"]]
     returned = columns.get("returned", columns["received"])
@@ -75,50 +79,56 @@ def decode_clients(record: Mapping[str, Any], structure: Structure) -> tuple[Cli
     def select(numbers: Sequence[int]) -> tuple[Subnet, ...]:
         return tuple(subnets[number] for number in numbers)
 
-    return tuple(
-        ClientRecord(client, select(one), select(other if own is not None else ()), size, own)
-        for client, one, other, size, own in zip(
-            columns["id"],
-            columns["received"],
-            returned,
-            columns["bytes"],
-            _decode_metrics(columns),
-            strict=True,
-        )
-    )
+    for client, one, other, size, own in zip(
+        columns["id"],
+        columns["received"],
+        returned,
+        columns["bytes"],
+        _decode_metrics(columns),
+        strict=True,
+    ):
+        sent_back = () if own is None else select(other)
+        records.append(ClientRecord(client, select(one), sent_back, size, own))
+    return records
 
 
-def _encode_clients(clients: Sequence[ClientRecord], structure: Structure) -> dict[str, Any]:
+def _encode_clients(clients: ClientRecords, structure: Structure) -> dict[str, Any]:
     numbers: dict[str, int] = {}  # by packed form: one subnet may be written in several ways
 
     @cache
     def pack(subnet: Subnet) -> str:
         return base64.b64encode(pack_subnet(subnet, structure)).decode()
 
-    def number(subnets: Sequence[Subnet]) -> list[int]:
-        return [numbers.setdefault(pack(subnet), len(numbers)) for subnet in subnets]
+    def number(column: GrowingColumn[tuple[Subnet, ...]]) -> list[list[int]]:
+        values = [
+            [numbers.setdefault(pack(subnet), len(numbers)) for subnet in subnets]
+            for subnets in column.values
+        ]
+        return [values[code] for code in column.codes]
 
-    valid = [client for client in clients if client.metrics is not None]
+    metrics = clients.metrics
+    valid = [row for row, names in enumerate(metrics.names) if names is not None]
     columns: dict[str, Any] = {
-        "id": [client.client for client in clients],
-        "received": [number(client.received) for client in clients],
-        "bytes": [client.bytes_sent for client in clients],
+        "id": clients.clients.tolist(),
+        "received": number(clients.received),
+        "bytes": clients.bytes_sent.tolist(),
     }
-    returned = [number(client.returned) for client in clients]
-    pairs = zip(clients, columns["received"], returned, strict=True)
-    if any(client.is_valid and one != other for client, one, other in pairs):
+    returned = number(clients.returned)
+    if any(columns["received"][row] != returned[row] for row in valid):
         columns["returned"] = returned
     if len(valid) < len(clients):
-        columns["failed"] = [i for i, c in enumerate(clients) if c.metrics is None]
-    reported = [client.metrics or {} for client in valid]
-    shared = set.intersection(*map(set, reported)) if reported else set()
+        columns["failed"] = [row for row, names in enumerate(metrics.names) if names is None]
+    reported = [set(names) for names in metrics.names.values if names is not None]
+    shared = set.intersection(*reported) if reported else set()
     columns["metrics"] = {
-        name: [_encode_number(metrics[name]) for metrics in reported] for name in sorted(shared)
+        name: [_encode_number(metrics.get(row, name)) for row in valid] for name in sorted(shared)
     }
     rest = {
-        str(i): {n: _encode_number(v) for n, v in sorted(metrics.items()) if n not in shared}
-        for i, metrics in enumerate(reported)
-        if metrics.keys() - shared
+        str(i): {
+            n: _encode_number(v) for n, v in sorted((metrics[row] or {}).items()) if n not in shared
+        }
+        for i, row in enumerate(valid)
+        if set(metrics.names[row] or ()) - shared
     }
     if rest:
         columns["other_metrics"] = rest
@@ -126,21 +136,28 @@ def _encode_clients(clients: Sequence[ClientRecord], structure: Structure) -> di
     return columns
 
 
-def _decode_metrics(columns: Mapping[str, Any]) -> list[dict[str, float] | None]:
+def _decode_metrics(columns: Mapping[str, Any]) -> Iterator[dict[str, float] | None]:
     """The metrics of each client; None where there was no valid answer."""
     failed = set(columns.get("failed", ()))
     others = columns.get("other_metrics", {})
-    metrics: list[dict[str, float] | None] = []
     count = 0
-    for position in range(len(columns["id"])):
-        if position in failed:
-            metrics.append(None)
+    for row in range(len(columns["id"])):
+        if row in failed:
+            yield None
             continue
         own = {name: values[count] for name, values in columns["metrics"].items()}
         own |= others.get(str(count), {})
-        metrics.append({name: float(value) for name, value in own.items()})
+        yield {name: float(value) for name, value in own.items()}
         count += 1
-    return metrics
+
+
+def _decode_metric(columns: Mapping[str, Any], name: str) -> Iterator[float | None]:
+    """One of the metrics of each client with a valid answer; None where it is not reported."""
+    count = len(columns["id"]) - len(columns.get("failed", ()))
+    shared, others = columns["metrics"].get(name), columns.get("other_metrics", {})
+    for number in range(count):
+        value = others.get(str(number), {}).get(name) if shared is None else shared[number]
+        yield None if value is None else float(value)
 
 
 def _encode_number(value: float) -> float | str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -154,7 +154,7 @@ def is_known_record(read: Reader[More, Read]) -> Reader[More, Read]:
 @is_known_record
 def read_clients(
     directory: RunDirectory, structure: Structure
-) -> tuple[tuple[ClientRecord, ...], ...]:
+) -> tuple[Sequence[ClientRecord], ...]:
     """What clients did in each training round; ``structure`` is that of the prepared model."""
     rounds = [record for record in read_records(directory) if "scores" not in record]
     return tuple(decode_clients(record, structure) for record in rounds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -74,7 +74,7 @@ class Run:
     population: Population | None = None
     directory: RunDirectory | None = None
     findings: tuple[Finding, ...] = ()
-    client_records: tuple[tuple[ClientRecord, ...], ...] = ()  # of a run without a directory
+    client_records: tuple[Sequence[ClientRecord], ...] = ()  # of a run without a directory
     recorded: History = field(default_factory=History)  # of a run without a directory
 
     def __repr__(self) -> str:
@@ -225,7 +225,7 @@ class Run:
             values = evaluate_by_client(setup, self.method, self.state, engine, population.testers)
         return compute_client_scores(setup, chain.from_iterable(self.read_clients()), values)
 
-    def read_clients(self) -> tuple[tuple[ClientRecord, ...], ...]:
+    def read_clients(self) -> tuple[Sequence[ClientRecord], ...]:
         """What clients received, returned and reported in each training round."""
         if self.directory is None:
             return self.client_records

@@ -12,7 +12,6 @@ import json
 import math
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,16 +122,17 @@ class FlowerEngine:
 
         As soon as ``enough`` clients have replied, the engine does not wait for the others.
         """
-        remote = [(n, task) for n, task in enumerate(tasks) if task.client != SERVER]
         batch = _TaskBatch(self._channel, enough)
-        nodes = self._find_nodes() if remote else {}
-        unsent = deque(remote)
+        nodes = self._find_nodes() if any(task.client != SERVER for task in tasks) else {}
+        unsent = 0
         try:
             for number, task in enumerate(tasks):
-                while unsent and unsent[0][0] < number + self._window:
-                    position, other = unsent.popleft()
-                    header = self._make_header(other.client)
-                    batch.send(position, other, nodes.get(other.client), header)
+                while unsent < min(number + self._window, len(tasks)):
+                    if tasks[unsent].client != SERVER:
+                        other = tasks[unsent]
+                        header = self._make_header(other.client)
+                        batch.send(unsent, other, nodes.get(other.client), header)
+                    unsent += 1
                 if task.client == SERVER:
                     yield from self._server_engine.run([task])
                 else:

@@ -9,16 +9,19 @@ of the kinds below, set the flags that hold for it, and name it in a method's
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Update
+from fedquilt.federation.columns import Column, GrowingColumn, MetricsColumn
 from fedquilt.federation.rings import Rings
 from fedquilt.federation.state import Setup, State
 from fedquilt.structure.cut import Params
+from fedquilt.structure.subnet import Subnet
 
 
 class Part:
@@ -166,6 +169,29 @@ class RingSums:
     weights: Mapping[int, float]
 
 
+class Replies(Column[Update]):
+    """Updates without their tensors, as columns that grow while a round runs."""
+
+    def __init__(self) -> None:
+        self._clients, self._weights = array("q"), array("d")
+        self._subnets: GrowingColumn[tuple[Subnet, ...]] = GrowingColumn()
+        self._metrics = MetricsColumn()
+
+    def append(self, update: Update) -> None:
+        """Adds an update."""
+        self._clients.append(update.client)
+        self._weights.append(update.weight)
+        self._subnets.append(update.subnets)
+        self._metrics.append(update.metrics)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def _get(self, row: int) -> Update:
+        metrics = self._metrics[row] or {}
+        return Update(self._clients[row], self._subnets[row], (), self._weights[row], metrics)
+
+
 @dataclass(frozen=True, eq=False)
 class Aggregate:
     """What all updates of a round say together.
@@ -184,7 +210,7 @@ class Aggregate:
 
     params: Params
     trained: Callable[[str], Tensor]
-    replies: tuple[Update, ...] = ()
+    replies: Sequence[Update] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

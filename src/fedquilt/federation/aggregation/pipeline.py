@@ -17,6 +17,7 @@ from fedquilt.federation.aggregation.parts import (
     Aggregator,
     Decoder,
     Part,
+    Replies,
     ServerUpdate,
     UpdateTransform,
     Validator,
@@ -52,9 +53,9 @@ class MergedRound:
     metrics: Mapping[str, float]
 
 
-def _note_replies(updates: Iterable[Update], replies: list[Update]) -> Iterator[Update]:
+def _note_replies(updates: Iterable[Update], replies: Replies) -> Iterator[Update]:
     for update in updates:
-        replies.append(replace(update, params=()))
+        replies.append(update)
         yield update
 
 
@@ -150,12 +151,12 @@ class AggregationPipeline:
 
     def merge_round(self, setup: Setup, state: State, updates: Iterable[Update]) -> MergedRound:
         """The same as ``merge``, with what there is to record about it."""
-        replies: list[Update] = []
+        replies = Replies()
         stream = _note_replies(updates, replies)
         for transform in self.transforms:
             stream = transform.transform_all(setup, state, stream)
         aggregate = self.aggregator.aggregate(setup, state, stream)
-        after = self.finish(setup, state, replace(aggregate, replies=tuple(replies)))
+        after = self.finish(setup, state, replace(aggregate, replies=replies))
         return MergedRound(after, aggregate.metrics)
 
     def finish(self, setup: Setup, state: State, aggregate: Aggregate) -> State:
