@@ -17,6 +17,7 @@ from fedquilt.engines import dispatch
 from fedquilt.engines.dispatch import TaskQueue
 from fedquilt.engines.worker import WorkReply, WorkRequest
 from fedquilt.federation.client import ClientResult, Task, Update
+from fedquilt.federation.tasks import LazyTasks
 from fedquilt.structure.subnet import Subnet
 
 SIZES = st.lists(st.sampled_from([1.0, 2.0, 4.0, 16.0]), max_size=60)
@@ -129,3 +130,25 @@ def test_tensors_of_one_task_alone_are_written_when_it_begins_and_removed_when_i
     for _ in engine(2).run(tasks):
         assert len(list(places[1].glob("fedquilt-*/params-*"))) <= 4
     assert not list(places[1].glob("fedquilt-*/params-*"))
+
+
+def test_tensors_that_are_made_for_each_task_are_not_taken_for_those_of_another(engine):
+    """What is freed leaves its id to what is made next."""
+
+    def make(number: int) -> Task:
+        params = {"bias": torch.full((4,), float(number))}
+        return Task(number, (Subnet(),), params, SendBack(), number)
+
+    updates = list(engine(1).run(LazyTasks(300, make)))
+    assert [update.params[0]["bias"].tolist() for update in updates] == [
+        [float(number)] * 4 for number in range(300)
+    ]
+
+
+@dataclass(frozen=True)
+class SendBack:
+    """A recipe that sends back what it got."""
+
+    def run(self, task, context):
+        params = ({name: tensor.clone() for name, tensor in task.params.items()},)
+        return ClientResult(Update(task.client, task.subnets, params, 1.0, {}))

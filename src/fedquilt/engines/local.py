@@ -365,26 +365,26 @@ class _ParamFiles:
     def __init__(self, memory: ScratchDirectory, disk: ScratchDirectory) -> None:
         self._memory, self._disk = memory, disk
         self._files: dict[int, tuple[Path, Mapping[str, Tensor]]] = {}  # by the ids of the tensors
-        self._num_begun: Counter[Path] = Counter()
+        self._num_waiting: Counter[Path] = Counter()
 
     def __enter__(self) -> _ParamFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for path in self._num_begun:
+        for path in self._num_waiting:
             path.unlink(missing_ok=True)
 
     def take_path(self, task: Task) -> Path:
         """The file with the global tensors of a task that is begun."""
         path, _ = self._files.get(id(task.params)) or self._write(task.params)
-        self._num_begun[path] += 1
+        self._num_waiting[path] += 1
         return path
 
     def release(self, path: Path) -> None:
         """Notes that a task whose tensors are in a file is merged."""
-        self._num_begun[path] -= 1
-        if not self._num_begun[path]:
-            del self._num_begun[path]
+        self._num_waiting[path] -= 1
+        if not self._num_waiting[path]:
+            del self._num_waiting[path]
             self._files = {key: file for key, file in self._files.items() if file[0] != path}
             path.unlink(missing_ok=True)
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from fedquilt.data import ClientData
 from fedquilt.evaluation.accuracy import compute_ensemble_cost
 from fedquilt.federation.client import EVERYONE
-from fedquilt.federation.columns import Column, GrowingColumn, MetricsColumn
+from fedquilt.federation.columns import Column
+from fedquilt.federation.growing import GrowingColumn, MetricsColumn
 from fedquilt.federation.state import Setup
 from fedquilt.structure.cut import compute_shapes, global_name, index_cells, write_cells
 from fedquilt.structure.subnet import Subnet

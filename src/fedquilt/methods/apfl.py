@@ -337,17 +337,13 @@ class APFL(FedPA):
         if state.phase == "train":
             round = state.round - self._rounds_before(setup)
             return plan_each(cohort, lambda client: self._training(setup, state, client, round))
+        whole = Subnet().excluding(*self.local_params)
 
         def plan(client: Client) -> Task:
-            return Task(
-                client.id,
-                (Subnet().excluding(*self.local_params),),
-                state.params,
-                self._sandwich(setup, state, client)
-                if state.phase == "warm-up"
-                else self._search(setup, client),
-                derive_seed(setup.seed, state.round, client.id),
-            )
+            is_warm = state.phase != "warm-up"
+            work = self._search(setup, client) if is_warm else self._sandwich(setup, state, client)
+            seed = derive_seed(setup.seed, state.round, client.id)
+            return Task(client.id, (whole,), state.params, work, seed)
 
         return plan_each(cohort, plan)
 

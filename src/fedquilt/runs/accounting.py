@@ -11,7 +11,7 @@ from fedquilt.errors import TrainingError
 from fedquilt.evaluation.clients import ClientRecord, ClientRecords
 from fedquilt.federation.aggregation import AggregationPipeline
 from fedquilt.federation.client import Failure, Task, Update
-from fedquilt.federation.columns import ClientValues
+from fedquilt.federation.growing import ClientValues
 from fedquilt.federation.state import Setup, State
 from fedquilt.federation.validation import EXAMPLES, LOSS, MAX_LOSS
 from fedquilt.runs.events import Callback, ClientDone, SecureRound

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedquilt.federation.aggregation.robust import HELD_CELLS, KEPT_CELLS
 from fedquilt.federation.client import NOT_NEEDED, Failure
-from fedquilt.federation.columns import ClientValues
+from fedquilt.federation.growing import ClientValues
 
 Record = Mapping[str, Any]  # of a round or of an evaluation, as a run writes it down
 

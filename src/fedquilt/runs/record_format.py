@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from fedquilt.evaluation.clients import ClientRecord, ClientRecords
-from fedquilt.federation.columns import ClientValues, GrowingColumn
+from fedquilt.federation.growing import ClientValues, GrowingColumn
 from fedquilt.federation.validation import LOSS, MAX_LOSS
 from fedquilt.runs.events import Evaluated, RoundDone
 from fedquilt.structure.packing import pack_subnet, unpack_subnet

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fedquilt.errors import ConfigError
 from fedquilt.federation.client import Update
-from fedquilt.federation.columns import Column, GrowingColumn, MetricsColumn
+from fedquilt.federation.columns import Column
+from fedquilt.federation.growing import GrowingColumn, MetricsColumn
 from fedquilt.federation.rings import Rings
 from fedquilt.federation.state import Setup, State
 from fedquilt.structure.cut import Params
