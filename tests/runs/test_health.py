@@ -113,6 +113,15 @@ def test_a_history_stays_short_and_says_the_same(early, late):
     assert find_problems(history, CLASSES) == find_problems(records, CLASSES)
 
 
+def test_of_rounds_with_very_many_clients_few_stay_in_memory():
+    everybody = dict.fromkeys(range(6000), 8)
+    history = []
+    for record in rounds([3.0] * 40, sent=everybody):
+        add_to_history(history, record)
+    assert sum(len(record.get("sent", ())) for record in history) <= 13 * len(everybody)
+    assert history[0]["loss"] == 3.0
+
+
 @pytest.mark.parametrize(
     ("test", "found"),
     [
