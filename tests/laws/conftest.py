@@ -79,7 +79,7 @@ METHODS: dict[str, Method] = {
     "splitmix together": fq.SplitMix(OPTIMISER, base=0.25, stacked=True, sort_bases=True),
     "splitmix post": fq.SplitMix(OPTIMISER, base=0.25, statistics="post", stacked=False),
     "splitmix local": fq.SplitMix(OPTIMISER, base=0.25, statistics="local", stacked=False),
-    "splitmix robust": fq.SplitMix(OPTIMISER, base=0.25, robust=True, steps=2),
+    "splitmix robust": fq.SplitMix(OPTIMISER, base=0.25, robust=True, steps=2, stacked=True),
     "stc": fq.STC(OPTIMISER, fraction=0.8, sparsity_up=0.05, sparsity_down=0.1),
 }
 

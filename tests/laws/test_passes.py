@@ -18,11 +18,11 @@ from fedquilt.runs.events import PassSizeChosen
 from fedquilt.training.stack import trial
 
 PLAIN = (
-    *("fedavg", "feddrop", "feddrop each", "fedrolex", "heterofl", "heterofl dynamic"),
+    *("fedavg", "fedavg-at", "feddrop", "feddrop each", "fedrolex", "heterofl", "heterofl dynamic"),
     *("lg-fedavg", "nefl", "nefl by depth", "splitmix"),
     "standalone",
 )
-OTHERS = ("fedavg-at", "sheterofl")
+OTHERS = ("fedavg-oat", "sheterofl")
 
 
 def run_round(name: str, setup: Setup, workers: int, clients_per_pass: int):

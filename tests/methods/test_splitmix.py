@@ -292,6 +292,21 @@ def test_bases_of_a_client_are_trained_as_if_each_were_alone(world, together, ki
     assert update.metrics["loss"] == pytest.approx(sum(losses) / 4, rel=1e-4)
 
 
+def test_attacked_bases_of_a_client_learn_in_one_pass_what_they_do_in_turn(world, local_training):
+    pixels = {c: to_examples((d.inputs.sigmoid(), d.labels)) for c, d in world.people.train.items()}
+    found = []
+    for stacked in (False, True):
+        method = fq.SplitMix(local_training, base=0.25, robust=True, steps=2, stacked=stacked)
+        here = type(world)(world.setup, replace(world.people, train=pixels)).prepare_model(method)
+        (task,) = method.plan(here.setup, here.start(method), here.setup.clients[:1])
+        assert task.recipe.stacked is stacked
+        (update,) = here.done([task])
+        found.append(update.params)
+    torch.testing.assert_close(*found, rtol=2e-4, atol=2e-5)
+    in_turn, in_one_pass = (bases[0]["features.0.weight"] for bases in found)
+    assert not in_turn.equal(in_one_pass)  # but for rounding, which shows that there was one
+
+
 def test_a_step_of_one_base_is_sgd_on_its_own_loss(world):
     """Algorithm 3, line 5, for one batch."""
     local_training = fq.LocalTraining(
@@ -327,7 +342,6 @@ def test_a_robust_base_minimises_equation_1(world, local_training):
         objective = task.recipe.objective
         assert isinstance(objective, Adversarial)
         assert (objective.share, objective.attack.epsilon, objective.attack.steps) == (0.3, 0.1, 2)
-        assert not task.recipe.stacked
     stepped = fq.SplitMix(local_training, robust=True, step_size=2 / 255)
     assert stepped.objective.attack.step == stepped.statistics_recipe.attack.step == 2 / 255
     plain = fq.SplitMix(local_training).objective

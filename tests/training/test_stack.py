@@ -15,11 +15,14 @@ from fedquilt.models import make_model
 from fedquilt.structure.create import trace_structure
 from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.context import ClientContext
+from fedquilt.training.dualnorm import make_dual
 from fedquilt.training.local_sgd import LocalSGD
-from fedquilt.training.objectives import Adversarial
+from fedquilt.training.objectives import Adversarial, OnceForAll, PlainLoss
 from fedquilt.training.stack.layers import UnstackableError, make_stack
 from fedquilt.training.stack.program import find_program
+from fedquilt.training.trainer import make_trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore::fedquilt.errors.StructureWarning")
 EXAMPLES = (8, 5, 9, 4)  # with batches of 4: also a batch of one, and one that is left out
 
 
@@ -89,6 +92,7 @@ NETS = {
     ),
     "mixed": (Mixed, signals),
     "attention": (Attention, tokens),
+    "dual": (lambda: make_dual(cnn("batch")), images),
 }
 TRAINING = fq.LocalTraining(lr=0.05, epochs=2, batch_size=4)
 
@@ -155,9 +159,10 @@ def test_gradients_lie_in_memory_as_weights_do(net):
         tensor.zero_()
     names = [name for name, _ in module.named_parameters() if name != "embed.weight"]  # tied
     weights = [stack[name].requires_grad_() for name in names]
-    loss = sum(output.sum() for output in program(stack, [inputs, inputs]))
-    gradients = torch.autograd.grad(loss, weights)
-    assert [g.stride() for g in gradients] == [w.stride() for w in weights]
+    output = program.use(stack)(*program.stack([inputs, inputs]))
+    gradients = torch.autograd.grad(output.sum(), weights, allow_unused=True)
+    pairs = zip(gradients, weights, strict=True)
+    assert all(g.stride() == w.stride() for g, w in pairs if g is not None)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +198,67 @@ def test_scaled_layers_masked_losses_own_rows_and_local_tensors_are_those_of_one
     theirs = run_alone(tasks, context)
     assert_same(run_stacked(tasks, context), theirs)
     assert len({len(result.update.params[0]["classifier.bias"]) for result in theirs}) > 1
+
+
+ATTACK = fq.PGD(epsilon=0.3, steps=2, low=-9, high=9)
+
+
+@pytest.mark.parametrize("net", ["cnn batch", "dual", "mlp"])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_attacks_on_nets_in_one_pass_are_those_on_each(net, share):
+    recipe = LocalSGD(TRAINING, lr=0.05, masked=True, objective=Adversarial(ATTACK, share))
+    tasks, context = make_work(net, recipe)
+    theirs = run_alone(tasks, context)
+    assert_same(run_stacked(tasks, context), theirs)
+    plain = run_alone(
+        [replace(t, recipe=replace(recipe, objective=PlainLoss())) for t in tasks], context
+    )
+    moved = [
+        one.update.metrics["loss"] - other.update.metrics["loss"]
+        for one, other in zip(theirs, plain, strict=True)
+    ]
+    assert min(map(abs, moved)) > 1e-3
+
+
+@pytest.mark.parametrize("net", ["dual", "mlp"])
+def test_bases_of_one_client_are_attacked_in_one_pass(net):
+    """Each draws its own noise, in their order."""
+    make, draw = NETS[net]
+    draws = torch.Generator().manual_seed(0)
+    batch = draw(6, draws).double(), torch.arange(6) % 3
+    found = []
+    for stacked in (False, True):
+        torch.manual_seed(1)
+        nets = [make().double().train() for _ in range(3)]
+        program = find_program(nets[0], lambda: batch[:1], in_evaluation=True) if stacked else None
+        settings = TRAINING.optimizer_at(0.05, 6)
+        trainer = make_trainer(nets, settings, Adversarial(ATTACK), program=program)
+        generator = torch.Generator().manual_seed(2)
+        losses = [trainer.step(batch, generator) for _ in range(3)]
+        trainer.finish()
+        found.append([torch.stack(losses).double(), *(named_tensors(one) for one in nets)])
+    (losses, *alone), (stacked_losses, *in_one_pass) = found
+    torch.testing.assert_close(stacked_losses, losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(in_one_pass, alone, rtol=1e-8, atol=1e-8)
+
+
+def test_nets_that_are_attacked_are_tried_in_evaluation_mode_too():
+    class Net(nn.Module):
+        """Mixes the nets of a stack where it does not train."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            return x if self.training else x - x.mean()
+
+    net = Net()
+    assert find_program(net, lambda: (torch.rand(6, 4),))
+    with pytest.raises(UnstackableError, match="mixes values"):
+        find_program(net, lambda: (torch.rand(6, 4),), in_evaluation=True)
+    assert net.training
 
 
 class Changed:
@@ -320,12 +386,13 @@ def test_nets_that_cannot_be_stacked_say_why(net, reason):
             find_program(net.train(), lambda: (torch.rand(6, 4),))
 
 
-def test_recipes_that_ask_the_model_itself_train_alone():
-    objective = Adversarial(fq.PGD(steps=1))
+def test_recipes_whose_nets_differ_from_batch_to_batch_train_alone():
+    objective = OnceForAll(fq.PGD(steps=1))
     task = make_work("mlp", LocalSGD(TRAINING, lr=0.1))[0][0]
     assert LocalSGD(TRAINING, lr=0.1, objective=objective).stack_key(task) is None
     key = LocalSGD(TRAINING, lr=0.1, labels=(1,), weight=3.0).stack_key(task)
     assert key == LocalSGD(TRAINING, lr=0.1).stack_key(task) != None  # noqa: E711
     assert key != LocalSGD(TRAINING, lr=0.2).stack_key(task)
     assert key != LocalSGD(TRAINING, lr=0.1, masked=True).stack_key(task)
+    assert key != LocalSGD(TRAINING, lr=0.1, objective=Adversarial()).stack_key(task)
     assert LocalSGD(TRAINING, lr=0.1).stack_key(replace(task, subnets=task.subnets * 2)) is None

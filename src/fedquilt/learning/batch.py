@@ -95,6 +95,34 @@ def concatenate(values: Sequence[Any]) -> Any:
     return tree_unflatten(joined, forms[0])
 
 
+def stack_values(values: Sequence[Any], axis: int = 0) -> Any:
+    """Values of the same form as one, whose tensors have a new first axis.
+
+    Args:
+        values: Tensors, or tuples, lists and dicts of tensors of the same shapes.
+        axis: Which axis the new one is in memory.
+    """
+    leaves, forms = zip(*(tree_flatten(value) for value in values), strict=True)
+    stacked = [
+        torch.stack(part, min(axis, part[0].ndim)).movedim(min(axis, part[0].ndim), 0)
+        if isinstance(part[0], Tensor)
+        else part[0]
+        for part in zip(*leaves, strict=True)
+    ]
+    return tree_unflatten(stacked, forms[0])
+
+
+def unstack_values(value: Any, count: int) -> list[Any]:
+    """The parts of what ``stack_values`` made of as many values.
+
+    >>> unstack_values((torch.tensor([1, 2]), "a"), 2)
+    [(tensor(1), 'a'), (tensor(2), 'a')]
+    """
+    leaves, form = tree_flatten(value)
+    parts = [x.unbind() if isinstance(x, Tensor) else [x] * count for x in leaves]
+    return [tree_unflatten([part[k] for part in parts], form) for k in range(count)]
+
+
 def mean_outputs(values: Iterable[Any]) -> Any:
     """The mean of outputs of the same form; one sum is held, however many there are.
 

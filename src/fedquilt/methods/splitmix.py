@@ -291,8 +291,8 @@ class SplitMix(BaseMethod):
 
     def _together(self, setup: Setup) -> bool:
         count = self.count_bases(setup)
-        if self.stacked is not None or self.robust or count == 1:
-            return bool(self.stacked) and not self.robust
+        if self.stacked is not None or count == 1:
+            return bool(self.stacked)
         model = setup.model if self.tracks_statistics else without_running_stats(setup.model)
         return should_stack(
             model,

@@ -8,7 +8,7 @@ Symbols of the papers -> names here: ε -> epsilon, n -> steps, α -> step, x̃ 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,6 +20,7 @@ from fedquilt.data import ClientData, Normalize
 from fedquilt.errors import ConfigError
 from fedquilt.learning.losses import classes_last
 
+Draws = torch.Generator | Sequence[torch.Generator]  # of one net, or of several side by side
 SLACK = 1e-3  # how far an input may be out of range by rounding, in pixel units
 
 
@@ -84,7 +85,7 @@ class PGD:
         model: Callable[[Tensor], Tensor],
         x: Tensor,
         y: Tensor,
-        generator: torch.Generator | None = None,
+        generator: Draws | None = None,
     ) -> Tensor:
         """Inputs near ``x`` on which the model is wrong about ``y``.
 
@@ -93,18 +94,23 @@ class PGD:
         ball if ``random_start``, drawn from ``generator``, else x itself.
 
         The model is used as it is: put it in ``frozen`` first. Its parameters get no gradient.
+        With a generator for each of several nets, ``x``, ``y`` and what the model answers have a
+        first axis of nets, which are attacked in one pass.
         """
         with torch.inference_mode(False), torch.enable_grad():
             x, y = x.detach().clone(), y.clone()  # so that it works in inference mode, too
             pixel, lowest, highest = self._pixel_units(x)
             _check_range(x, lowest - SLACK * pixel, highest + SLACK * pixel, self)
+            answer = model
+            if isinstance(generator, Sequence):
+                y, answer = y.flatten(0, 1), lambda x: model(x).flatten(0, 1)
             radius, step = self.epsilon * pixel, self.step * pixel
             low, high = (x - radius).clamp(lowest, highest), (x + radius).clamp(lowest, highest)
             near = x.clamp(low, high)
             if self.random_start:
                 near = (x + radius * _draw_noise(x, generator)).clamp(low, high)
             for _ in range(self.steps):
-                near = (near + step * _compute_input_gradient(model, near, y).sign()).clamp(
+                near = (near + step * _compute_input_gradient(answer, near, y).sign()).clamp(
                     low, high
                 )
         return near
@@ -126,8 +132,11 @@ def _check_range(x: Tensor, lowest: Tensor, highest: Tensor, attack: PGD) -> Non
         )
 
 
-def _draw_noise(x: Tensor, generator: torch.Generator | None) -> Tensor:
+def _draw_noise(x: Tensor, generator: Draws | None) -> Tensor:
     """Uniform in [-1, 1), drawn where the generator lives."""
+    if isinstance(generator, Sequence):
+        nets = zip(x, generator, strict=True)
+        return torch.stack([_draw_noise(inputs, draws) for inputs, draws in nets])
     device = x.device if generator is None else generator.device
     drawn = torch.rand(x.shape, generator=generator, device=device, dtype=x.dtype)
     return 2 * drawn.to(x.device) - 1

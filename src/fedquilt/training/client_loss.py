@@ -1,14 +1,17 @@
-"""The loss of one client: the task's, over the classes that the client has if it is masked."""
+"""The loss of a client: the task's, over the classes that the client has if it is masked."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from fedquilt.learning.batch import Batch
+from fedquilt.learning.batch import Batch, unstack_values
 from fedquilt.learning.losses import CROSS_ENTROPY, IGNORED, Loss
+from fedquilt.structure.tensors import to_arguments
 
 Masked = bool | Literal["batch"]  # to the client's classes, or to those of each batch
 
@@ -53,3 +56,25 @@ class ClientLoss:
             return self.labels
         present: list[int] = targets.unique().tolist()
         return tuple(label for label in present if label != IGNORED)
+
+
+@dataclass(frozen=True)
+class ClientLosses:
+    """The losses of several nets side by side: one value for each.
+
+    Args:
+        losses: The loss of each. Outputs and targets have a first axis of nets.
+    """
+
+    losses: Sequence[ClientLoss]
+
+    def __call__(self, output: Any, targets: Any) -> Tensor:
+        """The losses of their outputs."""
+        count = len(self.losses)
+        pairs = zip(unstack_values(output, count), unstack_values(targets, count), strict=True)
+        return torch.stack([loss(*pair) for loss, pair in zip(self.losses, pairs, strict=True)])
+
+    def of_batch(self, module: nn.Module, batch: tuple[Any, Any]) -> Tensor:
+        """The losses of a module that computes all of them, each on its own batch."""
+        inputs, targets = batch
+        return self(module(*to_arguments(inputs)), targets)

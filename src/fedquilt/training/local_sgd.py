@@ -17,14 +17,20 @@ from fedquilt.structure.tensors import to_arguments
 from fedquilt.training.client_loss import Masked
 from fedquilt.training.context import ClientContext
 from fedquilt.training.loop import run_epochs
-from fedquilt.training.objectives import Objective, PlainLoss, bind_examples
+from fedquilt.training.objectives import (
+    Objective,
+    PlainLoss,
+    StackableObjective,
+    bind_examples,
+    is_stackable,
+)
 from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import WeightOptimizer, trainable_weights
 from fedquilt.training.scaler import has_hooked_scale, scale_outputs
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.stack.layers import UnstackableError
 from fedquilt.training.stack.loop import StackMember, draw_batch, train_members
-from fedquilt.training.stack.nets import NetStack
+from fedquilt.training.stack.nets import PLAIN, NetStack
 from fedquilt.training.stack.program import StackedModel, find_program
 from fedquilt.training.stack.trial import Trial, try_counts
 from fedquilt.training.tokens import Seen, map_tokens_to_groups, record_tokens
@@ -86,7 +92,7 @@ class LocalSGD:
             trainer = make_trainer(
                 job.modules,
                 job.optimizer_settings,
-                bind_examples(self.objective, job.examples),
+                job.objective,
                 job.loss,
                 program=job.find_program() if self.stacked else None,
             )
@@ -102,7 +108,7 @@ class LocalSGD:
 
         A client with several subnets has a pass of its own for them, see ``stacked``.
         """
-        if self.objective != PlainLoss() or len(task.subnets) != 1:
+        if not is_stackable(self.objective) or len(task.subnets) != 1:
             return None
         return repr(replace(self, labels=(), weight=1.0))
 
@@ -126,7 +132,11 @@ class LocalSGD:
         for number, (task, context) in enumerate(zip(tasks, contexts, strict=True)):
             job = _Job(cast(LocalSGD, task.recipe), task, context)
             module = job.modules[0]  # the same for all clients, so each is loaded in turn
-            nets = nets or NetStack(job.require_program(), module, len(tasks))
+            if nets is None:
+                program, objective = job.require_program()
+                nets = NetStack(program, module, len(tasks), objective)
+            elif job.objective != objective:
+                raise UnstackableError("clients have inputs of other scales, which are attacked")
             memory = job.restore([nets.load(number, module, job.optimizer_settings)])
             trained.append((job, job.make_member(number), memory))
         assert nets is not None
@@ -150,11 +160,17 @@ class LocalSGD:
             UnstackableError: Nets of this kind cannot be trained in one pass.
         """
         job = _Job(self, task, context)
-        program, module = job.require_program(), job.modules[0]
+        (program, objective), module = job.require_program(), job.modules[0]
         batch = draw_batch(job.examples, self.local_training.batch_size)
         with scale_outputs(module, context.structure) if self.scale else nullcontext():
             return try_counts(
-                module, program, batch, job.loss, job.optimizer_settings, counts=counts
+                module,
+                program,
+                batch,
+                job.loss,
+                job.optimizer_settings,
+                counts=counts,
+                objective=objective,
             )
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
@@ -193,15 +209,16 @@ class _Job:
         self.modules = [module.train() for module in built]
         self.loss = context.client_loss(recipe.labels, recipe.masked)
         self.optimizer_settings = recipe.local_training.optimizer_at(recipe.lr, len(self.examples))
+        self.objective = bind_examples(recipe.objective, self.examples)
 
-    def require_program(self) -> StackedModel:
-        """What computes all nets in one pass.
+    def require_program(self) -> tuple[StackedModel, StackableObjective]:
+        """What computes all nets in one pass, and what they minimize.
 
         Raises:
             UnstackableError: There is none.
         """
-        recipe, module = self.recipe, self.modules[0]
-        if recipe.objective != PlainLoss() or self.loss.loss.needs_batch:
+        recipe, module, objective = self.recipe, self.modules[0], self.objective
+        if self.loss.loss.needs_batch or not is_stackable(objective):
             raise UnstackableError("its loss asks the model itself")
         kinds = (nn.Embedding, nn.EmbeddingBag)
         if recipe.own_rows and any(isinstance(layer, kinds) for layer in module.modules()):
@@ -209,12 +226,17 @@ class _Job:
         with ExitStack() as stack:
             if recipe.scale and not has_hooked_scale(module):
                 stack.enter_context(scale_outputs(module, self.context.structure))
-            return find_program(module, lambda: to_arguments(draw_batch(self.examples)[0]))
+            program = find_program(
+                module,
+                lambda: to_arguments(draw_batch(self.examples)[0]),
+                in_evaluation=objective != PLAIN,
+            )
+        return program, objective
 
     def find_program(self) -> StackedModel | None:
         """What computes the client's nets in one pass; None if there is nothing."""
         try:
-            return self.require_program() if len(self.modules) > 1 else None
+            return self.require_program()[0] if len(self.modules) > 1 else None
         except UnstackableError:
             return None
 

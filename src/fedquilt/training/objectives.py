@@ -9,7 +9,7 @@ Symbols of the papers -> names here: λ_n -> share, x̃ -> near.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fedquilt.data import ClientData
 from fedquilt.errors import ConfigError
 from fedquilt.learning.batch import Batch
-from fedquilt.training.attack import PGD, frozen_model
-from fedquilt.training.client_loss import ClientLoss
+from fedquilt.training.attack import PGD, Draws, frozen_model
+from fedquilt.training.client_loss import ClientLoss, ClientLosses
 from fedquilt.training.conditional import at_robustnesses
 from fedquilt.training.dualnorm import at_robustness, on_path
 
@@ -44,18 +44,47 @@ class Objective(Protocol):
         ...
 
 
+class StackableObjective(Objective, Protocol):
+    """An objective that knows the losses of several nets side by side as well."""
+
+    stackable: bool
+
+    def loss(
+        self,
+        module: nn.Module,
+        batch: tuple[Any, Any],
+        loss: ClientLoss | ClientLosses,
+        generator: Draws,
+    ) -> Tensor:
+        """The loss to minimize, or that of each net.
+
+        Args:
+            module: The net that is trained, or what computes several.
+            batch: Inputs and targets; of several nets with a first axis of nets.
+            loss: The client's loss, or that of each net.
+            generator: For what the objective draws, or that of each net.
+        """
+        ...
+
+
+def is_stackable(objective: Objective) -> TypeGuard[StackableObjective]:
+    """Whether an objective knows the losses of several nets side by side."""
+    return getattr(objective, "stackable", False)
+
+
 @dataclass(frozen=True)
 class PlainLoss:
     """The task's loss on the examples as they are."""
 
     least = 0.0  # that it can be, if the task says no less
+    stackable = True
 
     def loss(
         self,
         module: nn.Module,
-        batch: Batch,
-        loss: ClientLoss,
-        generator: torch.Generator,
+        batch: tuple[Any, Any],
+        loss: ClientLoss | ClientLosses,
+        generator: Draws,
     ) -> Tensor:
         """The loss of one batch."""
         return loss.of_batch(module, batch)
@@ -77,6 +106,7 @@ class Adversarial:
     attack: PGD = field(default_factory=PGD)
     share: float = 0.5
     least = 0.0  # that the loss can be
+    stackable = True
 
     def __post_init__(self) -> None:
         """Refuses a share outside of [0, 1]."""
@@ -85,9 +115,9 @@ class Adversarial:
     def loss(
         self,
         module: nn.Module,
-        batch: Batch,
-        loss: ClientLoss,
-        generator: torch.Generator,
+        batch: tuple[Any, Any],
+        loss: ClientLoss | ClientLosses,
+        generator: Draws,
     ) -> Tensor:
         """The loss of Eq. 1 on one batch."""
         return _adversarial_loss(self, 0.0, module, batch, loss, generator)
@@ -97,9 +127,9 @@ def _adversarial_loss(
     setting: Adversarial,
     clean_path: float | None,
     module: nn.Module,
-    batch: Batch,
-    loss: ClientLoss,
-    generator: torch.Generator,
+    batch: tuple[Any, Any],
+    loss: ClientLoss | ClientLosses,
+    generator: Draws,
 ) -> Tensor:
     """Eq. 1, the lines of Algorithm 4 in their order."""
     x, y = batch

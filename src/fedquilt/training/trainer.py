@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedquilt.learning.batch import Batch
 from fedquilt.structure.tensors import find_tensors
 from fedquilt.training.client_loss import ClientLoss
-from fedquilt.training.objectives import Objective
+from fedquilt.training.objectives import Objective, StackableObjective, is_stackable
 from fedquilt.training.optimizer_settings import OptimizerSettings
 from fedquilt.training.optimizers import WeightOptimizer, make_optimizer
 from fedquilt.training.stack.nets import NetStack
@@ -47,12 +47,13 @@ def make_trainer(
         settings: Of the optimizer of each.
         objective: What each net minimizes.
         loss: The loss of the client's task; None: cross entropy.
-        program: Computes nets of their shape in one pass, which minimizes the plain loss; None: one
-            after another.
+        program: Computes nets of their shape in one pass; None: one after another, which all
+            objectives can.
     """
     loss = loss or ClientLoss()
     if program is not None:
-        return _StackedTrainer(modules, settings, loss, program)
+        assert is_stackable(objective)
+        return _StackedTrainer(modules, settings, objective, loss, program)
     return _SequentialTrainer(modules, settings, objective, loss)
 
 
@@ -87,17 +88,19 @@ class _StackedTrainer:
         self,
         modules: Sequence[nn.Module],
         settings: OptimizerSettings,
+        objective: StackableObjective,
         loss: ClientLoss,
         program: StackedModel,
     ) -> None:
         self._modules, self._losses = modules, [loss] * len(modules)
-        self._stack = NetStack(program, modules[0], len(modules))
+        self._stack = NetStack(program, modules[0], len(modules), objective)
         self.optimizers: Sequence[WeightOptimizer] = [
             self._stack.load(number, module, settings) for number, module in enumerate(modules)
         ]
 
     def step(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        return self._stack.step(range(len(self._modules)), [batch], self._losses).mean()
+        count = len(self._modules)
+        return self._stack.step(range(count), [batch], self._losses, [generator] * count).mean()
 
     def finish(self) -> None:
         for number, module in enumerate(self._modules):

@@ -50,22 +50,22 @@ def find_rule(layer: nn.Module, fold: Fold) -> Rule:
     raise UnstackableError(f"{type(layer).__name__} has tensors and no rule for a stack")
 
 
-def fold_inputs(inputs: Sequence[Tensor], fold: Fold) -> Tensor:
-    """The inputs of several nets as one."""
+def fold_input(x: Tensor, fold: Fold) -> Tensor:
+    """An input with a first axis of nets, as layers take it."""
     if fold == "rows":
-        return torch.cat(list(inputs))
-    if inputs[0].ndim < 2:
+        return x.flatten(0, 1)
+    if x.ndim < 3:
         raise UnstackableError("an input has no channels")
-    return torch.cat(list(inputs), 1)
+    return x[0] if x.stride(0) == 0 else x.transpose(0, 1).flatten(1, 2)
 
 
-def unfold_output(output: Tensor, fold: Fold, count: int) -> tuple[Tensor, ...]:
-    """The output of each net."""
+def unfold_output(output: Tensor, fold: Fold, count: int) -> Tensor:
+    """An output with a first axis of nets."""
     axis = 1 if fold == "channels" else 0
     if output.ndim <= axis or output.shape[axis] % count:
         raise UnstackableError("an output cannot be divided among the nets")
-    nets: tuple[Tensor, ...] = output.unflatten(axis, (count, -1)).unbind(axis)
-    return nets
+    nets: Tensor = output.unflatten(axis, (count, -1))
+    return nets.movedim(axis, 0)
 
 
 def make_stack(module: nn.Module, tensors: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:

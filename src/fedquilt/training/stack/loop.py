@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from fedquilt.data import ClientData
 from fedquilt.devices import seed_generators
 from fedquilt.learning.batch import Batch, as_batch
-from fedquilt.structure.tensors import find_tensors, to_arguments
 from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.device_data import get_device
 from fedquilt.training.loop import BatchInfo, MeanLoss, autocast, draw_batches
@@ -94,6 +94,7 @@ def _step(stack: NetStack, group: list[tuple[StackMember, Drawn]]) -> None:
             [member.net for member in members],
             [batch for _, (batch, _) in group],
             [member.loss for member in members],
+            [info.generator for _, (_, info) in group],
         )
     for (member, (_, info)), loss in zip(group, losses, strict=True):
         member.mean.add(loss, info)
@@ -105,10 +106,9 @@ def _group_by_shape(
 ) -> list[list[tuple[StackMember, Drawn]]]:
     groups: dict[Any, list[tuple[StackMember, Drawn]]] = {}
     for member, (batch, info) in drawn:
-        inputs = to_arguments(batch[0])
-        others = tuple(repr(value) for value in inputs if not find_tensors(value))
-        shape = tuple((t.shape, t.dtype) for t in find_tensors(inputs))
-        groups.setdefault((shape, others), []).append((member, (batch, info)))
+        leaves, form = tree_flatten(tuple(batch))
+        shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves]
+        groups.setdefault((form, *shapes), []).append((member, (batch, info)))
     return list(groups.values())
 
 

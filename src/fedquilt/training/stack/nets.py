@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.learning.batch import Batch
-from fedquilt.structure.tensors import named_tensors, to_arguments
-from fedquilt.training.client_loss import ClientLoss
+from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.client_loss import ClientLoss, ClientLosses
+from fedquilt.training.objectives import PlainLoss, StackableObjective
 from fedquilt.training.optimizer_settings import OptimizerSettings
 from fedquilt.training.optimizers import WeightOptimizer, make_optimizer
 from fedquilt.training.sgd import differentiate
 from fedquilt.training.stack.layers import make_stack
 from fedquilt.training.stack.program import StackedModel
+
+PLAIN = PlainLoss()
 
 
 class NetStack:
@@ -28,10 +31,17 @@ class NetStack:
         program: Computes all nets.
         module: One of the nets, for the shapes.
         count: The number of nets.
+        objective: What each net minimizes.
     """
 
-    def __init__(self, program: StackedModel, module: nn.Module, count: int) -> None:
-        self._program = program
+    def __init__(
+        self,
+        program: StackedModel,
+        module: nn.Module,
+        count: int,
+        objective: StackableObjective = PLAIN,
+    ) -> None:
+        self._program, self._objective = program, objective
         own = named_tensors(module)
         self._stack = make_stack(module, own, count)
         self._weights = [n for n, t in own.items() if t.requires_grad]
@@ -54,7 +64,11 @@ class NetStack:
             tensor.copy_(self._stack[name][number])
 
     def step(
-        self, numbers: Sequence[int], batches: Sequence[Batch], losses: Sequence[ClientLoss]
+        self,
+        numbers: Sequence[int],
+        batches: Sequence[Batch],
+        losses: Sequence[ClientLoss],
+        generators: Sequence[torch.Generator] = (),
     ) -> Tensor:
         """One step of some of the nets; the loss of each.
 
@@ -62,14 +76,13 @@ class NetStack:
             numbers: Which nets, in order.
             batches: A batch of each of them, or one batch for all; all of the same shape.
             losses: The loss of each.
+            generators: For what the objective draws for each.
         """
         part = self._select(numbers)
         weights = [part[name].requires_grad_() for name in self._weights]
-        outputs = self._program(part, [to_arguments(inputs) for inputs, _ in batches])
-        targets = [y for _, y in batches] * (1 if len(batches) == len(numbers) else len(numbers))
-        values = torch.stack(
-            [loss(out, y) for loss, out, y in zip(losses, outputs, targets, strict=True)]
-        )
+        program = self._program.use(part)
+        inputs, targets = (program.stack(values) for values in zip(*batches, strict=True))
+        values = self._objective.loss(program, (inputs, targets), ClientLosses(losses), generators)
         gradients = _divide(differentiate(values.sum(), weights), len(numbers))
         with torch.no_grad():
             self._put_back(numbers, part)

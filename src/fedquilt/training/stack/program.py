@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from fedquilt.learning.batch import stack_values, unstack_values
 from fedquilt.structure.dispatch import Interceptor
 from fedquilt.structure.tensors import (
     call_with_tensors,
@@ -19,6 +20,7 @@ from fedquilt.structure.tensors import (
     map_tensors,
     named_tensors,
 )
+from fedquilt.training.attack import frozen_model
 from fedquilt.training.scaler import OutputScale
 from fedquilt.training.stack.layers import (
     Fold,
@@ -27,7 +29,7 @@ from fedquilt.training.stack.layers import (
     Tensors,
     UnstackableError,
     find_rule,
-    fold_inputs,
+    fold_input,
     unfold_output,
 )
 
@@ -36,10 +38,11 @@ CHECKED_NETS, CHECKED_ROWS = 3, 4
 Inputs = tuple[Any, ...]  # arguments of a model
 
 
-class StackedModel:
+class StackedModel(nn.Module):
     """A copy of a module whose layers compute several nets at once.
 
-    Its own code runs as it is, on what is folded; hooks of the module are copied as well.
+    Its own code runs as it is, on what is folded; hooks of the module are copied as well. Inputs
+    and outputs have a first axis of nets. An input that is expanded along it is the same for all.
 
     Args:
         module: One of the nets.
@@ -47,8 +50,10 @@ class StackedModel:
     """
 
     def __init__(self, module: nn.Module, fold: Fold) -> None:
+        super().__init__()
         self.fold = fold
         self._copy = copy.deepcopy(module)
+        self._count = 0
         names = {id(tensor): name for name, tensor in named_tensors(self._copy).items()}
         self._layers: list[tuple[_Layer, dict[str, str]]] = []
         self._scalars: list[tuple[StackedScalar, str]] = []
@@ -67,37 +72,36 @@ class StackedModel:
                 layer.forward = _Layer(layer, find_rule(layer, fold))
                 self._layers.append((layer.forward, known))
 
-    def __call__(self, tensors: Mapping[str, Tensor], inputs: Sequence[Inputs]) -> list[Any]:
-        """The output of each net.
-
-        Args:
-            tensors: The nets' tensors by name; the first axis is the nets.
-            inputs: The arguments of each net, or one set of arguments for all of them.
-        """
-        count = len(next(iter(tensors.values())))
+    def use(self, tensors: Mapping[str, Tensor]) -> StackedModel:
+        """The same with these tensors of the nets from now on; their first axis is the nets."""
+        self._count = len(next(iter(tensors.values())))
         for layer, names in self._layers:
-            layer.count = count
+            layer.count = self._count
             layer.own = {name: tensors[known] for name, known in names.items()}
         for scalar, name in self._scalars:
             scalar.values = tensors[name]
-        output = self._copy(*self._fold_inputs(inputs, count))
-        leaves, form = tree_flatten(output)
-        parts = [
-            unfold_output(leaf, self.fold, count) if isinstance(leaf, Tensor) else [leaf] * count
-            for leaf in leaves
-        ]
-        return [tree_unflatten([part[k] for part in parts], form) for k in range(count)]
+        return self
 
-    def _fold_inputs(self, inputs: Sequence[Inputs], count: int) -> Inputs:
-        if len(inputs) == 1 and self.fold == "channels":
-            return inputs[0]
-        nets = list(inputs) if len(inputs) == count else [inputs[0]] * count
-        leaves, forms = zip(*(tree_flatten(one) for one in nets), strict=True)
-        folded = [
-            fold_inputs(same, self.fold) if isinstance(same[0], Tensor) else same[0]
-            for same in zip(*leaves, strict=True)
+    def forward(self, *inputs: Any) -> Any:
+        """The output of all nets."""
+        return self._map(unfold_output, self._copy(*self._map(fold_input, inputs)), self._count)
+
+    def _map(self, change: Callable[..., Tensor], values: Any, *more: int) -> Any:
+        leaves, form = tree_flatten(values)
+        changed = [
+            change(leaf, self.fold, *more) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
-        return tuple(tree_unflatten(folded, forms[0]))
+        return tree_unflatten(changed, form)
+
+    def stack(self, values: Sequence[Any]) -> Any:
+        """Inputs or targets of all nets as one, so that folding them copies nothing.
+
+        Args:
+            values: Those of each net, or one value for all of them.
+        """
+        if len(values) == 1:
+            return tree_map_only(Tensor, lambda x: x.expand(self._count, *x.shape), values[0])
+        return stack_values(values, axis=1 if self.fold == "channels" else 0)
 
 
 class _Layer:
@@ -115,7 +119,9 @@ class _Layer:
 _PROGRAMS: WeakKeyDictionary[nn.Module, dict[Any, StackedModel | str]] = WeakKeyDictionary()
 
 
-def find_program(module: nn.Module, make_inputs: Callable[[], Inputs]) -> StackedModel:
+def find_program(
+    module: nn.Module, make_inputs: Callable[[], Inputs], *, in_evaluation: bool = False
+) -> StackedModel:
     """The model that computes several nets of a module's shape at once.
 
     It is made once for each module and its scaled layers, and checked on inputs like these:
@@ -124,6 +130,7 @@ def find_program(module: nn.Module, make_inputs: Callable[[], Inputs]) -> Stacke
     Args:
         module: One of the nets, in the mode in which it runs.
         make_inputs: Returns arguments of the module; it is called if there is no program yet.
+        in_evaluation: Whether it runs in evaluation mode, too, as while it is attacked.
 
     Raises:
         UnstackableError: No way was found; the message says why.
@@ -135,15 +142,16 @@ def find_program(module: nn.Module, make_inputs: Callable[[], Inputs]) -> Stacke
         for hook in layer._forward_hooks.values()
         if isinstance(hook, OutputScale)
     )
-    if scales not in known:
-        known[scales] = _make_program(module, make_inputs())
-    program = known[scales]
+    key = scales, in_evaluation
+    if key not in known:
+        known[key] = _make_program(module, make_inputs(), in_evaluation=in_evaluation)
+    program = known[key]
     if isinstance(program, str):
         raise UnstackableError(program)
     return program
 
 
-def _make_program(module: nn.Module, inputs: Inputs) -> StackedModel | str:
+def _make_program(module: nn.Module, inputs: Inputs, *, in_evaluation: bool) -> StackedModel | str:
     """A program that passed the check, or the first reason why there is none."""
     has_images = any(isinstance(layer, _ConvNd) for layer in module.modules())
     folds: tuple[Fold, Fold] = ("channels", "rows") if has_images else ("rows", "channels")
@@ -154,6 +162,9 @@ def _make_program(module: nn.Module, inputs: Inputs) -> StackedModel | str:
                 raise UnstackableError("it has no tensors")
             program = StackedModel(module, fold)
             _check(program, module, inputs)
+            if in_evaluation:
+                with frozen_model(program), frozen_model(module):
+                    _check(program, module, inputs)
         except UnstackableError as problem:
             reasons.append(str(problem))
         except Exception as problem:  # whatever a model may raise
@@ -180,7 +191,8 @@ def _check(program: StackedModel, module: nn.Module, inputs: Inputs) -> None:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         before = torch.get_rng_state()
         with _Watcher():
-            outputs = program(stack, given)
+            output = program.use(stack)(*program.stack(given))
+        outputs = unstack_values(output, CHECKED_NETS)
         if not before.equal(torch.get_rng_state()):
             raise UnstackableError("it draws random numbers")
         together = _differentiate(sum(map(_weigh, outputs)), stack, weights)

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from fedquilt.learning.losses import CROSS_ENTROPY, Loss, OutputLoss
 from fedquilt.structure.layout import use_channels_last
 from fedquilt.structure.tensors import Example, find_tensors, map_tensors, to_arguments
 from fedquilt.training.client_loss import ClientLoss
-from fedquilt.training.objectives import PlainLoss
+from fedquilt.training.objectives import StackableObjective
 from fedquilt.training.optimizer_settings import OptimizerSettings, SGDSettings
 from fedquilt.training.stack.layers import UnstackableError
-from fedquilt.training.stack.nets import NetStack
+from fedquilt.training.stack.nets import PLAIN, NetStack
 from fedquilt.training.stack.program import StackedModel, find_program
 from fedquilt.training.trainer import make_trainer
 
@@ -53,6 +54,7 @@ def try_counts(
     settings: OptimizerSettings,
     *,
     counts: Sequence[int] = COUNTS,
+    objective: StackableObjective = PLAIN,
     is_shared: bool = False,
 ) -> Trial:
     """Times a step of training, one by one and in one pass, on one thread as clients train.
@@ -64,29 +66,25 @@ def try_counts(
         loss: What is minimized.
         settings: Of the optimizer.
         counts: The numbers of nets that are tried.
+        objective: What each net minimizes.
         is_shared: Whether all nets learn from the same batch.
     """
     nets = [copy.deepcopy(module)]
     generator = torch.Generator()
     with single_thread(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        alone = make_trainer(nets, settings, PlainLoss(), loss)
+        alone = make_trainer(nets, settings, objective, loss)
         seconds = {1: _time(lambda: alone.step(batch, generator))}
         for count in counts:
-            stack = NetStack(program, nets[0], count)
+            stack = NetStack(program, nets[0], count, objective)
             for number in range(count):
                 stack.load(number, nets[0], settings)
             batches = [batch] * (1 if is_shared else count)
-            seconds[count] = _time(_make_step(stack, batches, [loss] * count)) / count
+            step = partial(stack.step, range(count), batches, [loss] * count, [generator] * count)
+            seconds[count] = _time(step) / count
     best = min((seconds[count] for count in counts), default=math.inf)
     if seconds[1] < MIN_SPEED_UP * best:
         return Trial(1, seconds)
     return Trial(min(c for c in counts if seconds[c] <= NEARLY * best), seconds)
-
-
-def _make_step(
-    stack: NetStack, batches: Sequence[Batch], losses: Sequence[ClientLoss]
-) -> Callable[[], object]:
-    return lambda: stack.step(range(len(losses)), batches, losses)
 
 
 def _time(step: Callable[[], object]) -> float:
