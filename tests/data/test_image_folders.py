@@ -1,11 +1,13 @@
 """Folders of images of several sizes and domains, which are read when they are asked for."""
 
+from functools import partial
+
 import pytest
 import torch
 from PIL import Image
 
 import fedquilt as fq
-from fedquilt.data import image_folders, load_dataset
+from fedquilt.data import image_folders, load_dataset, make_pipeline
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.settings.load import load_config
 from fedquilt.settings.resolve import build_population, load_source
@@ -131,3 +133,48 @@ def test_the_normalization_of_images_that_are_not_in_memory_is_given_not_measure
     source = load_source(load_config({"data": scaled}))
     assert source.normalization is not None
     assert float(source.train.batch(torch.tensor([0]))[0].min()) < -0.9
+
+
+SIX = ("real", "clipart", "infograph", "painting", "quickdraw", "sketch")
+NUMBERS = {"axe": 11, "bird": 21, "zebra": 344}  # in the lists; an axe is none of the ten classes
+
+
+@pytest.mark.parametrize("layout", ["lists", "folders"])
+def test_domainnet_is_ten_classes_in_six_domains_of_equal_size(tmp_path, layout):
+    """Colors are the domain, the class and the number of a picture."""
+    root = tmp_path / "domainnet"
+    for shade, domain in enumerate(SIX):
+        for part, count in (("train", 20 + shade), ("test", 4)):
+            lines = []
+            for name, number in NUMBERS.items():
+                for i in range(count):
+                    below = f"{part}/{name}" if layout == "folders" else name
+                    path = root / domain / below / f"{part}-{i}.png"
+                    picture(path, (shade, number % 256, i), size=(6 + shade, 6))
+                    lines.append(f"{path.relative_to(root)} {number}")
+            if layout == "lists":
+                (root / f"{domain}_{part}.txt").write_text("\n".join(lines))
+    load = partial(load_dataset, "domainnet", folder=tmp_path)
+    source = load().with_transforms(make_pipeline(["Resize(6)"]))
+    assert source.group_names == SIX
+    assert source.num_classes == 10
+    for data, groups, count in (
+        (source.train, source.groups_train, 40),
+        (source.test, source.groups_test, 8),
+    ):
+        assert groups.bincount().tolist() == [count] * 6
+        x, y = data.batch(torch.arange(len(data)))
+        pixels = (x[:, :, 3, 3] * 255).round().int()
+        assert pixels[:, 0].tolist() == groups.tolist()
+        assert set(zip(pixels[:, 1].tolist(), y.tolist(), strict=True)) == {(21, 0), (88, 9)}
+        assert len({tuple(row) for row in pixels.tolist()}) == len(y)  # none is drawn twice
+    _, labels = source.train.batch(torch.arange(len(source.train)))
+    for block in labels.split(20):  # a client's part of a domain, in the order of the file
+        assert 0 < int((block == 0).sum()) < 20
+    _, again = load().with_transforms(make_pipeline(["Resize(6)"])).train.batch(torch.arange(240))
+    assert again.equal(labels)
+
+
+def test_a_missing_domainnet_says_where_it_is_looked_for(tmp_path):
+    with pytest.raises(DataError, match=r"folder 'domainnet'.*FEDQUILT_DATA"):
+        load_dataset("domainnet", folder=tmp_path)

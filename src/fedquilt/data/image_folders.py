@@ -90,23 +90,45 @@ def find_domains(path: Path) -> list[str]:
     return [name for name in _list_folders(path) if _list_folders(path / name)]
 
 
-def load_domains(path: Path, domains: Sequence[str]) -> Dataset:
+def load_domains(
+    path: Path, domains: Sequence[str], *, only: Sequence[str] = (), equally: bool = False
+) -> Dataset:
     """Loads images of several domains, which are read when they are asked for.
 
     Classes are those of the lists, or are numbered by the names of their folders.
+
+    Args:
+        path: The folder of the domains.
+        domains: Their names, in order.
+        only: The classes that are used, numbered in this order; empty: all classes.
+        equally: Whether all domains are cut to the size of the smallest. What is kept is drawn, in
+            the same way each time, so that any stretch of a domain has all classes.
     """
     folders = [path / domain for domain in domains]
     parts: tuple[list[Items], list[Items]]
     if any((path / f"{domain}_train.txt").is_file() for domain in domains):
         lists = [[_read_list(path, f"{d}_{part}.txt") for d in domains] for part in PARTS]
+        numbers = {name: number for number, name in enumerate(only)}
         parts = lists[0], lists[1]
+        if only:  # a list numbers all classes, and images are in a folder for each
+            parts = tuple(  # type: ignore[assignment]
+                [
+                    [(f, numbers[f.parent.name]) for f, _ in items if f.parent.name in numbers]
+                    for items in part
+                ]
+                for part in lists
+            )
     elif all((folder / "train").is_dir() for folder in folders):
-        classes = sorted({name for folder in folders for name in _list_folders(folder / "train")})
+        found = {name for folder in folders for name in _list_folders(folder / "train")}
+        classes = only or sorted(found)
         split = [[_list_classes(folder / part, classes) for folder in folders] for part in PARTS]
         parts = split[0], split[1]
     else:
-        classes = sorted({name for folder in folders for name in _list_folders(folder)})
+        found = {name for folder in folders for name in _list_folders(folder)}
+        classes = only or sorted(found)
         parts = [_list_classes(folder, classes) for folder in folders], [[] for _ in folders]
+    if equally:
+        parts = _draw_equally(parts[0]), _draw_equally(parts[1])
     train, test = ([item for items in part for item in items] for part in parts)
     if not train:
         raise DataError(
@@ -118,6 +140,12 @@ def load_domains(path: Path, domains: Sequence[str]) -> Dataset:
         torch.repeat_interleave(torch.tensor([len(items) for items in part])) for part in parts
     ]
     return _make_lazy_dataset(path.name, train, test, num_classes, groups, domains)
+
+
+def _draw_equally(domains: Sequence[Items]) -> list[Items]:
+    """Draws as many images of each domain as the smallest has."""
+    count, rng = min(len(items) for items in domains), np.random.default_rng(0)
+    return [[items[row] for row in rng.permutation(len(items))[:count]] for items in domains]
 
 
 def _make_lazy_dataset(

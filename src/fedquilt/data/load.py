@@ -18,10 +18,17 @@ from fedquilt.data.limits import read_text
 from fedquilt.data.text import make_passages
 from fedquilt.errors import DataError, describe_unknown
 
-FOLDERS = ("shakespeare", "sent140", "femnist", "wikitext-2")  # data sets that are folders
+FOLDERS = (
+    "domainnet",
+    "shakespeare",
+    "sent140",
+    "femnist",
+    "wikitext-2",
+)  # data sets that are folders
 DATASETS = {  # what a name stands for
     "digits": "8×8 digits in 10 classes, which come with scikit-learn",
     "digits5": "digits of five domains, as in FedBN and Split-Mix",
+    "domainnet": "images of ten classes in six domains, as in FedBN and Split-Mix",
     "mnist": "28×28 digits in 10 classes",
     "fashion-mnist": "28×28 pieces of clothing in 10 classes",
     "cifar10": "32×32 color images in 10 classes",
@@ -39,6 +46,20 @@ DIGITS5 = (  # one domain a line, in FedBN's order; a second name is a stand-in
     ("digits-mnistm",),
 )
 
+DOMAINNET = ("real", "clipart", "infograph", "painting", "quickdraw", "sketch")
+DOMAINNET_CLASSES = (  # those of FedBN, in its order
+    "bird",
+    "feather",
+    "headphones",
+    "ice_cream",
+    "teapot",
+    "tiger",
+    "whale",
+    "windmill",
+    "wine_glass",
+    "zebra",
+)
+
 
 def load_dataset(name_or_path: str, *, folder: Path | None = None) -> Dataset:
     """Loads a dataset by name, or from a file or folder.
@@ -46,8 +67,8 @@ def load_dataset(name_or_path: str, *, folder: Path | None = None) -> Dataset:
     ``digits`` comes with scikit-learn. ``mnist``, ``fashion-mnist``, ``cifar10`` and ``cifar100``
     are files ``<name>.npz`` in ``folder``, in ``$FEDQUILT_DATA`` or in the cache. If they are in
     none of them, they are downloaded into the cache. ``digits5`` is five domains of digits.
-    ``shakespeare``, ``sent140``, ``femnist`` and ``wikitext-2`` are folders. These five are looked
-    for in the same places and are not downloaded.
+    ``domainnet``, ``shakespeare``, ``sent140``, ``femnist`` and ``wikitext-2`` are folders. These
+    six are looked for in the same places and are not downloaded.
 
     Args:
         name_or_path: A name from above, or a path. A path names an ``.npz`` file with x_train,
@@ -66,6 +87,8 @@ def load_dataset(name_or_path: str, *, folder: Path | None = None) -> Dataset:
         return _load_digits5(folder)
     if name_or_path in HUB:
         return make_dataset(name_or_path, read_npz(_find_or_download(name_or_path, folder)))
+    if name_or_path == "domainnet":
+        return _load_domainnet(_list_places(folder))
     if name_or_path in FOLDERS:
         return _load_named_folder(name_or_path, _list_places(folder))
     path = Path(name_or_path).expanduser()
@@ -146,6 +169,18 @@ def _find_domain_file(names: Sequence[str], places: Sequence[Path]) -> Path:
     )
 
 
+def _load_domainnet(places: Sequence[Path]) -> Dataset:
+    """Loads the six domains of DomainNet as FedBN (Li et al., ICLR 2021) uses them.
+
+    Ten of the 345 classes, and all domains cut to the size of the smallest.
+    """
+    for place in places:
+        if (place / "domainnet").is_dir():
+            path = place / "domainnet"
+            return load_domains(path, DOMAINNET, only=DOMAINNET_CLASSES, equally=True)
+    raise _make_missing_folder_error("domainnet", places)
+
+
 def _load_named_folder(name: str, places: Sequence[Path]) -> Dataset:
     """Loads the folder of that name, or an .npz file, from the first place that has one."""
     for place in places:
@@ -153,7 +188,11 @@ def _load_named_folder(name: str, places: Sequence[Path]) -> Dataset:
             return _load_folder(place / name)
         if (place / f"{name}.npz").is_file():
             return make_dataset(name, read_npz(place / f"{name}.npz"))
-    raise DataError(
+    raise _make_missing_folder_error(name, places)
+
+
+def _make_missing_folder_error(name: str, places: Sequence[Path]) -> DataError:
+    return DataError(
         f"dataset '{name}' is a folder '{name}', which is not in {', '.join(map(str, places))} and "
         "is not downloaded; put it there, or set $FEDQUILT_DATA to the folder that holds it"
     )
