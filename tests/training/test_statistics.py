@@ -57,6 +57,32 @@ def test_the_mean_over_clients_is_one_pass_over_all_their_batches(
                 torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("personal", [False, True])
+def test_a_client_loads_a_batch_once_for_all_sizes(structure, context, data, params, personal):
+    """The client's own net may be the module that was one of the sizes, so it comes after them."""
+    loaded: list[int] = []
+
+    class Noting:
+        def __init__(self, examples):
+            self.examples = examples
+
+        def __len__(self):
+            return len(self.examples)
+
+        def batch(self, rows, generator=None):
+            loaded.append(len(rows))
+            return self.examples.batch(rows, generator)
+
+    subnets = tuple(structure.subnet(w).with_private(f"{w:g}", ":statistics") for w in (1.0, 0.5))
+    if personal:
+        subnets = (*subnets, structure.subnet(0.5).with_private("own", ":tracked"))
+    recipe = QueryStatistics(4, personal=personal)
+    noting = context.with_data(lambda examples, split: Noting(examples))
+    recipe.run(Task(1, subnets, params, recipe, 21), noting)
+    count = len(data["train"][1])
+    assert loaded == [len(b) for b in torch.arange(count).split(4) if len(b) > 1] * (1 + personal)
+
+
 def test_every_size_has_statistics_of_its_own_and_the_shared_ones_stay(structure, context, params):
     _, updates = queried(structure, context, params, (1.0, 0.5))
     merged = average(params, structure, updates)
@@ -175,7 +201,7 @@ def test_calibrated_statistics_are_those_of_one_pass_over_the_data(count, batch_
     parts = -(-len(order) // batch_size)
     rows = np.array_split(order.numpy(), parts)
     expected = one_pass(net, [data.inputs.double().numpy()[some] for some in rows])
-    calibrate(net, data, seed=7, batch_size=batch_size)
+    calibrate([net], data, seed=7, batch_size=batch_size)
     found = dict(net.named_buffers())
     for name, value in expected.items():
         np.testing.assert_allclose(found[name].numpy(), value, rtol=1e-4, atol=1e-5)
@@ -189,8 +215,7 @@ def test_calibration_forgets_what_was_known_and_leaves_all_else():
         for name, buffer in other.named_buffers():
             buffer.fill_(5 if "tracked" in name else 0.7)
     weights = {n: t.detach().clone() for n, t in net.named_parameters()}
-    for some in (net, other.train()):
-        calibrate(some, data, seed=3)
+    calibrate([net, other.train()], data, seed=3)
     assert all(t.equal(net.state_dict()[n]) for n, t in other.state_dict().items())
     assert all(t.equal(weights[n]) and t.grad is None for n, t in net.named_parameters())
     assert [net[1].momentum, net[5].momentum] == [0.3, 0.1]

@@ -52,7 +52,8 @@ from fedquilt.training.dualnorm import NO_DIAL, has_dial
 from fedquilt.training.evaluate import Evaluate, sum_numbers
 
 MAX_LOSS = 700.0  # whose exponential is still a float
-PARTS = 8  # held-out data is evaluated in this many tasks, whatever the number of workers
+PARTS = 32  # held-out data is evaluated in this many tasks, whatever the number of workers
+PARTS_OF_BATCHES = 8  # where batches are normalized by themselves: other parts, other batches
 
 
 def evaluate(
@@ -284,9 +285,10 @@ def _make_server_tasks(
     if recipe.local_params:  # every client's own model sees all of the held-out data
         recipe = replace(recipe, of=SERVER)
         return [Task(c, subnets, state.params, recipe, _seed(c)) for c in setup.clients_by_id]
+    parts = PARTS_OF_BATCHES if recipe.batch_statistics else PARTS
     return [
-        Task(SERVER, subnets, state.params, replace(recipe, part=p, parts=PARTS), _seed(p))
-        for p in range(PARTS)
+        Task(SERVER, subnets, state.params, replace(recipe, part=p, parts=parts), _seed(p))
+        for p in range(parts)
     ]
 
 

@@ -37,6 +37,7 @@ from fedquilt.training.statistics import QueryStatistics, calibrate
 from fedquilt.training.tracking import use_batch_statistics
 
 HITS = "hits"  # the number of right answers, by which accuracy is computed
+MIN_EXAMPLES = 32  # in a part of the data: fewer in a batch take longer each
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,18 @@ class Evaluate:
             return ClientResult(self._evaluate(task, context))
 
     def _evaluate(self, task: Task, context: ClientContext) -> Update:
+        examples = context.examples(self.split, task.client if self.of is None else self.of)
+        size = self._choose_batch_size(examples, context.task)
+        rows = self._select_rows(len(examples), size)
+        if self.parts > 1 and not len(rows):
+            return Update(task.client, (), (), 0.0, {EXAMPLES: 0})
         modules = [m.eval() for m in context.modules(task.subnets, task.params, self.local_params)]
+        seed = derive_seed(task.seed, 1)
         if self.statistics is not None:
-            examples = context.examples("train", task.client)
-            for module in modules:
-                self.statistics.refresh(module, examples, derive_seed(task.seed, 1), context)
-                module.eval()
+            own = context.examples("train", task.client)
+            self.statistics.refresh(modules, own, seed, context)
+            modules = [module.eval() for module in modules]
+        lacking = []
         with ExitStack() as stack:
             for module, subnet in zip(modules, task.subnets, strict=True):
                 if self.scale:
@@ -107,26 +114,28 @@ class Evaluate:
                 elif self.statistics is None and context.lacks_statistics(
                     subnet, self.local_params
                 ):
-                    calibrate(
-                        module, context.examples("train", task.client), derive_seed(task.seed, 1)
-                    )
-            return self._count_hits(modules, task, context)
+                    lacking.append(module)
+            if lacking:
+                calibrate(lacking, context.examples("train", task.client), seed)
+            batches = _split_in_order(rows, size)
+            return self._count_hits(modules, examples, batches, task, context.task)
 
     def _count_hits(
-        self, modules: Sequence[nn.Module], task: Task, context: ClientContext
+        self,
+        modules: Sequence[nn.Module],
+        examples: ClientData,
+        batches: Sequence[Tensor],
+        task: Task,
+        learned: LearningTask,
     ) -> Update:
         """Hits and losses of the modules, ready for use."""
-        learned = context.task
         if self.metrics != learned.numbers:
             raise TrainingError(
                 f"it measures {', '.join(learned.numbers) or 'the loss'}, and was asked for "
                 f"{', '.join(self.metrics) or 'the loss'}; give both sides the same metrics"
             )
-        examples = context.examples(self.split, task.client if self.of is None else self.of)
-        rows = self._select_rows(len(examples))
         counter = _PointCounter(self, modules, examples, task.seed, learned)
-        size = self._choose_batch_size(examples, learned)
-        run_batches(examples, _split_in_order(rows, size), counter.count)
+        run_batches(examples, batches, counter.count)
         for module in modules:
             if has_dial(module):
                 set_robustness(module, 0.0)  # modules are used again
@@ -156,9 +165,10 @@ class Evaluate:
         }
         return ReplySpec((), 0.0, metrics)
 
-    def _select_rows(self, count: int) -> Tensor:
-        """This task's part of the examples: at least two of them, or none."""
-        parts = max(1, min(self.parts, count // 2))
+    def _select_rows(self, count: int, batch_size: int) -> Tensor:
+        """This task's part of the examples: a few of them at least, or none."""
+        least = 2 if self.batch_statistics else max(2, min(batch_size, MIN_EXAMPLES))
+        parts = max(1, min(self.parts, count // least))
         every = torch.arange(count)
         return every.tensor_split(parts)[self.part] if self.part < parts else every[:0]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,14 +55,13 @@ class QueryStatistics:
         examples = context.examples("train", task.client)
         batches = self._draw_batches(examples, task.seed)
         tensors, shared = [], self._shared_subnets(task)
-        for subnet in shared:
-            module = context.module(subnet, task.params)
-            self._accumulate(module, examples, batches, context)
+        modules = context.modules(shared, task.params)
+        self._accumulate(modules, examples, batches, context)
+        for module, subnet in zip(modules, shared, strict=True):
             tensors.append(context.tensors(module, _only_statistics(subnet), subnet))
         personal = task.subnets[len(shared) :]
-        own_modules = context.modules(personal, task.params, (TRACKED,))
-        for module in own_modules:
-            self._accumulate(module, examples, batches, context)
+        own_modules = context.modules(personal, task.params, (TRACKED,))  # may be one of the others
+        self._accumulate(own_modules, examples, batches, context)
         sent = self.sent_subnets(task)
         update = Update(task.client, sent, tuple(tensors), float(len(batches)), {})
         state = context.next_client_state(own_modules, personal, (TRACKED,))
@@ -81,17 +81,17 @@ class QueryStatistics:
         return task.subnets[: len(task.subnets) - self.personal]
 
     def refresh(
-        self, module: nn.Module, examples: ClientData, seed: int, context: ClientContext
+        self, modules: Sequence[nn.Module], examples: ClientData, seed: int, context: ClientContext
     ) -> None:
-        """Takes a module's running statistics from a client's examples.
+        """Takes the running statistics of modules from a client's examples.
 
         Args:
-            module: The net, built in the context.
+            modules: The nets, built in the context.
             examples: The examples.
             seed: Draws the order of the examples.
             context: What the client has at hand.
         """
-        self._accumulate(module, examples, self._draw_batches(examples, seed), context)
+        self._accumulate(modules, examples, self._draw_batches(examples, seed), context)
 
     def _draw_batches(self, examples: ClientData, seed: int) -> list[Tensor]:
         """The rows of each batch of all passes."""
@@ -104,28 +104,39 @@ class QueryStatistics:
 
     def _accumulate(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         examples: ClientData,
         batches: list[Tensor],
         context: ClientContext,
     ) -> None:
-        """Takes the module's running statistics from the batches."""
-        scale = scale_outputs(module, context.structure) if self.scale else nullcontext()
+        """Takes the running statistics of all modules from the batches, each loaded once."""
         attack = None if self.attack is None else self.attack.for_examples(examples)
-        generator = torch.Generator().manual_seed(0)  # where attacks start
+        generators = [torch.Generator().manual_seed(0) for _ in modules]  # where attacks start
 
         def accumulate(batch: Batch) -> None:
-            x, y = batch
-            with on_path(module, 0.0):
-                module(*to_arguments(x))
-            if attack is not None:
-                with on_path(module, 1.0):
-                    with use_batch_statistics(module), frozen_model(module):
-                        near = attack.perturb(module, x, y, generator)
-                    module(near)
+            for module, generator in zip(modules, generators, strict=True):
+                _see_batch(module, batch, attack, generator)
 
-        with cumulative_statistics(module), scale:
-            run_batches(examples, batches, accumulate)
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(cumulative_statistics(module))
+                if self.scale:
+                    stack.enter_context(scale_outputs(module, context.structure))
+            run_batches(examples, batches if modules else (), accumulate)
+
+
+def _see_batch(
+    module: nn.Module, batch: Batch, attack: PGD | None, generator: torch.Generator
+) -> None:
+    """Lets a module see a batch, and its noise halves the batch under attack."""
+    x, y = batch
+    with on_path(module, 0.0):
+        module(*to_arguments(x))
+    if attack is not None:
+        with on_path(module, 1.0):
+            with use_batch_statistics(module), frozen_model(module):
+                near = attack.perturb(module, x, y, generator)
+            module(near)
 
 
 def _only_statistics(subnet: Subnet) -> Subnet:
@@ -135,12 +146,20 @@ def _only_statistics(subnet: Subnet) -> Subnet:
 MAX_EXAMPLES = 1024  # enough to know means and variances
 
 
-def calibrate(module: nn.Module, examples: ClientData, seed: int, batch_size: int = 128) -> None:
-    """Takes a module's running statistics from some of the examples; then it is in eval mode."""
+def calibrate(
+    modules: Sequence[nn.Module], examples: ClientData, seed: int, batch_size: int = 128
+) -> None:
+    """Takes running statistics of modules from some of the examples; then they are in eval mode."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(len(examples), generator=generator)[:MAX_EXAMPLES]
-    with cumulative_statistics(module):
-        run_batches(
-            examples, split_evenly(rows, batch_size), lambda batch: module(*to_arguments(batch[0]))
-        )
-    module.eval()
+
+    def see(batch: Batch) -> None:
+        for module in modules:
+            module(*to_arguments(batch[0]))
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(cumulative_statistics(module))
+        run_batches(examples, split_evenly(rows, batch_size), see)
+    for module in modules:
+        module.eval()
