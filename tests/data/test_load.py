@@ -170,11 +170,12 @@ def test_named_sets_are_looked_for_in_the_folder_the_environment_and_the_cache(
     [
         ("cifar10", (32, 32, 3), "crop-flip"),
         ("cifar100", (32, 32, 3), "crop-flip"),
+        ("svhn", (32, 32, 3), "crop-jitter"),
         ("cifar10", (8, 8, 3), "none"),
         ("fashion-mnist", (32, 32, 3), "none"),
     ],
 )
-def test_cifar_is_augmented_in_training_only(tmp_path, name, shape, augment):
+def test_color_images_are_augmented_in_training_only(tmp_path, name, shape, augment):
     path = save(tmp_path / f"{name}.npz", **arrays(shape))
     for source in (load_dataset(name, folder=tmp_path), load_dataset(str(path))):
         rows, scale = torch.arange(2), source.normalization
@@ -187,6 +188,19 @@ def test_cifar_is_augmented_in_training_only(tmp_path, name, shape, augment):
         for transform in chain:
             expected = transform.apply(expected, transform.draw(expected, generator))
         assert x.equal(expected)
+
+
+def test_a_file_without_its_folder_is_found_where_named_sets_are(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    save(tmp_path / "data" / "mine.npz", **arrays((4, 4)))
+    monkeypatch.setenv("FEDQUILT_DATA", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    assert load_dataset("mine.npz").train.inputs.shape == (9, 1, 4, 4)
+    save(tmp_path / "mine.npz", **arrays((5, 5)))  # the current folder comes first
+    assert load_dataset("mine.npz").train.inputs.shape == (9, 1, 5, 5)
+    for name in ("elsewhere/mine.npz", "other.npz"):
+        with pytest.raises(DataError, match="does not exist; check the path"):
+            load_dataset(name)
 
 
 # the hub
@@ -234,6 +248,14 @@ def test_a_download_is_cached_whole(tmp_path, monkeypatch):
     for source in (first, second):
         expected = torch.from_numpy(content["x_train"]).permute(0, 3, 1, 2)
         assert torch.equal(source.stored_inputs, expected)
+
+
+def test_a_part_of_a_set_is_asked_for_by_name(monkeypatch):
+    asked, rows = [], [{"image": np.zeros((2, 2), np.uint8), "label": 0}] * 2
+    splits = {"train": rows, "test": rows}
+    fake_hub(monkeypatch, lambda *names: asked.append(names) or splits)
+    load_dataset("svhn")
+    assert asked == [("ufldl-stanford/svhn", "cropped_digits")]
 
 
 def test_an_interrupted_write_leaves_no_file_behind(tmp_path, monkeypatch):

@@ -393,6 +393,17 @@ def test_a_prefix_is_the_first_blocks_nearest_to_the_size(three, size):
     assert off[three.kept_blocks(subnet)] == min(off.values())
 
 
+def test_two_sizes_of_one_submodel_are_refused(three):
+    shares = sorted(three.depth(kept) for kept in ((3, 2, 1), (3, 2, 2), (3, 2, 3)))
+    apart = shares[0] + 0.01, shares[2] - 0.01
+    found = find_submodels(three.structure, weights_of(three.net), apart, "prefix")
+    assert [three.kept_blocks(subnet) for subnet in found.values()] == [(3, 2, 3), (3, 2, 1)]
+    close = shares[1] - 0.01, shares[1] + 0.01
+    said = rf"sizes {close[0]:g} and {close[1]:g} are the same submodel by scaling 'prefix'; leave"
+    with pytest.raises(ConfigError, match=said):
+        find_submodels(three.structure, weights_of(three.net), close, "prefix")
+
+
 @pytest.mark.parametrize("scaling", ["W", "D", "WD", "prefix"])
 def test_the_whole_net_is_left_as_it_is(three, scaling):
     assert three.find(1.0, scaling) == Subnet()

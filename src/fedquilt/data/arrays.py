@@ -21,7 +21,7 @@ Arrays: TypeAlias = Mapping[str, Array]
 
 REQUIRED = ("x_train", "y_train", "x_test", "y_test")
 GROUPINGS = ("id", "domain")
-AUGMENTED = ("cifar10", "cifar100")
+AUGMENTATION_OF = {"cifar10": "crop-flip", "cifar100": "crop-flip", "svhn": "crop-jitter"}
 CHANNELS = (1, 3, 4)
 
 
@@ -36,7 +36,7 @@ def make_dataset(name: str, arrays: Arrays) -> Dataset:
     y_train, y_test = (torch.from_numpy(arrays[k].astype(np.int64)) for k in ("y_train", "y_test"))
     _check_test_labels(name, y_train, y_test)
     scale = Normalize.from_images(x_train) if x_train.dtype == torch.uint8 else None
-    crops = name in AUGMENTED and tuple(x_train.shape[1:]) == (3, 32, 32)
+    augment = AUGMENTATION_OF.get(name) if tuple(x_train.shape[1:]) == (3, 32, 32) else None
     groups_train, groups_test, group_names = _number_groups(name, arrays)
     dataset = Dataset(
         name=name,
@@ -47,7 +47,7 @@ def make_dataset(name: str, arrays: Arrays) -> Dataset:
         groups_test=groups_test,
         group_names=group_names,
     )
-    return dataset.with_augmentation("crop-flip") if crops else dataset
+    return dataset if augment is None else dataset.with_augmentation(augment)
 
 
 def _has_classes(targets: Array) -> bool:

@@ -13,11 +13,12 @@ from fedquilt.errors import DataError
 
 @dataclass(frozen=True)
 class HubSet:
-    """The path of a data set on the hub, and the columns that hold images and labels."""
+    """The path of a data set on the hub, the columns that hold images and labels, and its part."""
 
     path: str
     image_column: str
     label_column: str
+    part: str | None = None  # None: it has one only
 
 
 HUB = {
@@ -25,6 +26,7 @@ HUB = {
     "fashion-mnist": HubSet("zalando-datasets/fashion_mnist", "image", "label"),
     "cifar10": HubSet("uoft-cs/cifar10", "img", "label"),
     "cifar100": HubSet("uoft-cs/cifar100", "img", "fine_label"),
+    "svhn": HubSet("ufldl-stanford/svhn", "image", "label", "cropped_digits"),
 }
 
 
@@ -40,7 +42,8 @@ def download_dataset(name: str) -> dict[str, npt.NDArray[np.generic]]:
             f"pip install 'fedquilt[hub]', {remedy}"
         ) from error
     try:
-        splits = datasets.load_dataset(where.path)
+        part = () if where.part is None else (where.part,)
+        splits = datasets.load_dataset(where.path, *part)
     except Exception as error:  # the hub's clients raise many unrelated kinds
         raise DataError(
             f"dataset '{name}' could not be downloaded from the Hugging Face hub "

@@ -33,6 +33,7 @@ DATASETS = {  # what a name stands for
     "fashion-mnist": "28×28 pieces of clothing in 10 classes",
     "cifar10": "32×32 color images in 10 classes",
     "cifar100": "32×32 color images in 100 classes",
+    "svhn": "32×32 house numbers in 10 classes",
     "shakespeare": "LEAF: the next character, a client for each role",
     "sent140": "LEAF: the sentiment of short messages, a client for each writer",
     "femnist": "LEAF: handwritten characters, a client for each writer",
@@ -64,14 +65,15 @@ DOMAINNET_CLASSES = (  # those of FedBN, in its order
 def load_dataset(name_or_path: str, *, folder: Path | None = None) -> Dataset:
     """Loads a dataset by name, or from a file or folder.
 
-    ``digits`` comes with scikit-learn. ``mnist``, ``fashion-mnist``, ``cifar10`` and ``cifar100``
-    are files ``<name>.npz`` in ``folder``, in ``$FEDQUILT_DATA`` or in the cache. If they are in
-    none of them, they are downloaded into the cache. ``digits5`` is five domains of digits.
+    ``digits`` comes with scikit-learn. ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100`` and
+    ``svhn`` are files ``<name>.npz`` in ``folder``, in ``$FEDQUILT_DATA`` or in the cache. If they
+    are in none of them, they are downloaded into the cache. ``digits5`` is five domains of digits.
     ``domainnet``, ``shakespeare``, ``sent140``, ``femnist`` and ``wikitext-2`` are folders. These
     six are looked for in the same places and are not downloaded.
 
     Args:
-        name_or_path: A name from above, or a path. A path names an ``.npz`` file with x_train,
+        name_or_path: A name from above, or a path. The name of an ``.npz`` file without a folder is
+            looked for in the same places, too. A path names an ``.npz`` file with x_train,
             y_train, x_test, y_test (and id_train, id_test or domain_train, domain_test), or with
             x_train, y_train and client; a folder of such files, one domain each; a folder of
             images, ``train/<class>/`` and ``test/<class>/``, or ``<domain>/<class>/``; LEAF's JSON
@@ -96,8 +98,9 @@ def load_dataset(name_or_path: str, *, folder: Path | None = None) -> Dataset:
         return _load_folder(path)
     if path.is_file() and path.name.endswith(leaf.SUFFIXES):
         return leaf.read_leaf(path.name.partition(".")[0], [path])
-    if path.is_file():
-        return make_dataset(path.stem, read_npz(path))
+    file = path if path.is_file() else _find_npz(path, _list_places(folder))
+    if file is not None:
+        return make_dataset(file.stem, read_npz(file))
     if path.suffix or len(path.parts) > 1:
         raise DataError(
             f"the data must be an .npz or JSON file or a folder, got '{path}' which does not "
@@ -219,6 +222,12 @@ def _list_places(folder: Path | None) -> list[Path]:
 def _find_file(name: str, places: Sequence[Path]) -> Path | None:
     paths = (place / f"{name}.npz" for place in places)
     return next((path for path in paths if path.is_file()), None)
+
+
+def _find_npz(path: Path, places: Sequence[Path]) -> Path | None:
+    """Finds an .npz file that is named without its folder."""
+    is_bare = path.suffix == ".npz" and len(path.parts) == 1
+    return _find_file(path.stem, places) if is_bare else None
 
 
 def _load_folder(path: Path) -> Dataset:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedquilt.data.transforms import (
     TRANSFORMS,
+    ColorJitter,
     HorizontalFlip,
     Normalize,
     RandomCrop,
@@ -28,6 +29,10 @@ AUGMENTATIONS: Mapping[str, Chain] = {  # chains that have a name
     "flip": (HorizontalFlip(),),
     "crop": (SHIFT,),
     "crop-flip": (SHIFT, HorizontalFlip()),
+    "crop-jitter": (  # NeFL, Appendix B.2, for SVHN: digits are not mirrored
+        RandomCrop(padding=2),
+        ColorJitter(brightness=63 / 255, contrast=0.8, saturation=0.5),
+    ),
 }
 
 

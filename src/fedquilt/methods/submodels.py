@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedquilt.errors import ConfigError, describe_unknown
@@ -55,7 +55,7 @@ def find_submodels(
 
     ``W`` cuts channels, ``D`` leaves out the last blocks of stages, ``WD`` does both as evenly as
     possible (γ_W = γ_D). ``prefix`` keeps the first blocks of the net, as near to the size as
-    whole blocks come. ``parameters`` are the tensors that count.
+    whole blocks come. ``parameters`` are the tensors that count. No two sizes may be one submodel.
     """
     if scaling not in SCALINGS:
         raise ConfigError(describe_unknown("scaling", scaling, SCALINGS))
@@ -70,7 +70,22 @@ def find_submodels(
             "use scaling 'W', or name blocks in model.blocks"
         )
     scale = _Scale(structure, parameters, tolerance)
-    return {size: _find_submodel(scale, size, scaling) for size in sorted(set(sizes), reverse=True)}
+    found = {
+        size: _find_submodel(scale, size, scaling) for size in sorted(set(sizes), reverse=True)
+    }
+    _refuse_equal(found, scaling)
+    return found
+
+
+def _refuse_equal(found: Mapping[float, Subnet], scaling: str) -> None:
+    first: dict[Subnet, float] = {}
+    for size, subnet in found.items():
+        if subnet in first:
+            raise ConfigError(
+                f"sizes {size:g} and {first[subnet]:g} are the same submodel by scaling "
+                f"'{scaling}'; leave out one of them, or choose another scaling"
+            )
+        first[subnet] = size
 
 
 @dataclass(frozen=True, eq=False)

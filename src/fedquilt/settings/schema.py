@@ -55,8 +55,8 @@ class DataSection(Section):
     clients: int | None = Field(None, ge=1)
     """Number of clients. Left out: 10, or all clients of a natural partition."""
     augment: str | None = None
-    """Augmentation of training images by name: none, flip, crop or crop-flip. Left out: as usual
-    for the set."""
+    """Augmentation of training images by name: none, flip, crop, crop-flip or crop-jitter. Left
+    out: as usual for the set."""
     transforms: tuple[str, ...] | None = None
     """Transforms of images, in their order, such as ["Resize(32)", "HorizontalFlip()"]. Left out:
     those of ``augment``."""
