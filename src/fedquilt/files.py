@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fedquilt.errors import CheckpointError, CorruptFileError
@@ -25,6 +25,24 @@ else:
     import fcntl
 
 HASH_KEY = "digest"  # of everything else in a document or a file of tensors
+DTYPE_NAMES = {  # of the format of safetensors
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
 MAX_WAIT = 5.0  # seconds; the workers of a killed process hold its lock for a moment
 
 
@@ -68,9 +86,55 @@ def _hash_document(document: Mapping[str, Any]) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Writes tensors, waits until they are on the disk, and returns the file's hash."""
-    _save(path, tensors, None)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in _serialize(tensors):
+            digest.update(part)
+            file.write(part)
     fsync(path)
-    return hash_file(path)
+    return digest.hexdigest()
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], **metadata: str) -> None:
+    """Writes tensors in the format of safetensors, one at a time; nothing waits for the disk.
+
+    The library would hold a copy of all of them.
+    """
+    with path.open("wb") as file:
+        for part in _serialize(tensors, **metadata):
+            file.write(part)
+
+
+def _serialize(tensors: Mapping[str, Tensor], **metadata: str) -> Iterator[bytes | memoryview]:
+    """The parts of a file: a header that says where the tensors are, and the bytes of each.
+
+    Those with large items come first, so that each starts at a multiple of its items' size.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    sizes = {name: tensor.element_size() for name, tensor in tensors.items()}
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    start = 0
+    for name in names:
+        tensor = tensors[name]
+        end = start + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield _view_bytes(tensors[name])
+
+
+def _view_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, in the order of its items."""
+    data = tensor.detach().cpu().contiguous()
+    view: memoryview = data.reshape(-1).view(torch.uint8).numpy().data
+    return view
 
 
 def read_tensors(path: Path, digest: str) -> dict[str, Tensor]:
@@ -88,7 +152,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes tensors with their hash atomically; the file is not synced yet."""
     part = path.with_name(f".{path.name}.part")
     try:
-        _save(part, tensors, {HASH_KEY: _hash_tensors(tensors)})
+        save_tensors(part, tensors, **{HASH_KEY: _hash_tensors(tensors)})
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)
@@ -108,13 +172,6 @@ def read_sealed(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
-    try:
-        save_file({n: t.detach().contiguous() for n, t in tensors.items()}, path, metadata)
-    except SafetensorError as problem:  # its way to say that the system refused
-        raise OSError(str(problem)) from problem
-
-
 def _hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -124,9 +181,8 @@ def _hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 def hash_tensor(tensor: Tensor) -> str:
     """The SHA-256 of a tensor: its dtype, its shape and its bits."""
-    data = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{data.dtype} {tuple(data.shape)}".encode())
-    digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(_view_bytes(tensor))
     return digest.hexdigest()
 
 

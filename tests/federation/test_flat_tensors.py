@@ -1,4 +1,8 @@
+import copy
+import gc
 import os
+import pickle
+import weakref
 
 import torch
 from hypothesis import given, settings
@@ -66,6 +70,36 @@ def test_large_tensors_are_mapped_one_by_one_and_outlive_the_file(tmp_path, monk
     assert [list(part) for part in parts] == [["a", "b", "none"], ["a"]]
     found = flat_tensors.join_parts(parts)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    assert parts[0]["a"].data_ptr() != parts[0]["a"].data_ptr()  # nothing is kept in between
+    assert parts[0]["a"] is found["0/a"]
+    kept = weakref.ref(found["0/a"])
+    del found
+    assert kept() is None  # what is not in use takes no memory
     parts[0]["a"].zero_()
     assert parts[0]["a"][1] == 1.0
+
+
+def test_offloaded_tensors_are_the_same_and_a_copy_of_them_needs_no_file(monkeypatch):
+    tensors = {"a": torch.arange(5000.0).view(50, 100).t(), "b": torch.tensor(True)}
+    assert flat_tensors.offload(tensors) is tensors  # small
+    monkeypatch.setattr(flat_tensors, "MIN_MAPPED_BYTES", 64)
+    monkeypatch.setattr(flat_tensors, "MAX_HELD_BYTES", 64)
+    offloaded = flat_tensors.offload(tensors)
+    assert isinstance(offloaded, flat_tensors.MappedTensors)
+    assert flat_tensors.offload(offloaded) is offloaded
+    copies = [copy.deepcopy(offloaded), pickle.loads(pickle.dumps(offloaded))]
+    for found in (offloaded, *copies):
+        assert list(found) == list(tensors)
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    del offloaded, found
+    gc.collect()
+    assert all(type(each) is dict and each["a"].sum() == tensors["a"].sum() for each in copies)
+
+
+def test_without_room_tensors_stay_in_memory(monkeypatch):
+    def refuse(*_: object) -> int:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(flat_tensors, "MIN_MAPPED_BYTES", 64)
+    monkeypatch.setattr(os, "writev", refuse)
+    tensors = {"a": torch.arange(5000.0)}
+    assert flat_tensors.offload(tensors) is tensors

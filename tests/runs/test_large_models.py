@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fedquilt as fq
+from fedquilt.federation.flat_tensors import MappedTensors
 from fedquilt.runs.events import RoundStarted
 from fedquilt.structure import memory
 
@@ -46,7 +47,10 @@ def test_a_model_in_a_mapped_file_is_trained_to_the_same_bits(workers, monkeypat
     expected = train(2, workers=workers).state.params
     monkeypatch.setattr(memory, "MIN_LARGE_BYTES", 0)
     monkeypatch.setattr(memory, "MIN_OFFLOADED_BYTES", 0)
+    monkeypatch.setattr(memory, "MIN_OWN_BYTES", 0)
     monkeypatch.setattr("fedquilt.federation.flat_tensors.MIN_MAPPED_BYTES", 0)
+    monkeypatch.setattr("fedquilt.federation.aggregation.mean.CACHE_BYTES", 64)
     found = train(2, workers=workers).state.params
+    assert isinstance(found, MappedTensors)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

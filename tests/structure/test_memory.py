@@ -96,3 +96,16 @@ def test_a_c_library_without_trim_is_no_problem(monkeypatch):
     release_freed_memory()
     assert memory._find_trim() is None
     memory._find_trim.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_zeros_in_memory_of_their_own_are_like_others(dtype, monkeypatch):
+    monkeypatch.setattr(memory, "MIN_OWN_BYTES", 0)
+    for shape in ((3, 5), (), (0, 2)):
+        like = (
+            torch.ones(shape, dtype=dtype).t() if len(shape) == 2 else torch.ones((), dtype=dtype)
+        )
+        zeros = memory.make_zeros(like)
+        assert torch.equal(zeros, torch.zeros_like(like))
+        assert zeros.is_contiguous()
+        assert torch.equal(zeros.copy_(like), like)

@@ -16,7 +16,6 @@ from multiprocessing import connection
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedquilt.data import ClientData
@@ -44,6 +43,7 @@ from fedquilt.errors import DeviceMemoryError
 from fedquilt.federation import flat_tensors
 from fedquilt.federation.client import ClientResult, Failure, Task, Update
 from fedquilt.federation.threads import single_thread
+from fedquilt.files import save_tensors
 from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
@@ -392,6 +392,6 @@ class _ParamFiles:
         size = sum(tensor.nbytes for tensor in params.values())
         scratch = self._memory if self._memory.has_room(size) else self._disk
         path = scratch.make_path("params-", ".safetensors")
-        save_file({n: t.detach().contiguous() for n, t in params.items()}, path)
+        save_tensors(path, params)
         self._files[id(params)] = path, params  # kept, so that their id is not used again
         return self._files[id(params)]

@@ -6,11 +6,15 @@ many small updates a second this is ten times quicker than a format that describ
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,7 +23,8 @@ from fedquilt.structure.memory import map_tensor
 
 ALIGNMENT = 64  # bytes
 MAX_PARTS = 512  # in one call; systems allow 1024
-MIN_MAPPED_BYTES = 2**26  # of an update whose tensors are mapped one by one
+MAX_HELD_BYTES = 2**24  # of tensors that wait for the next call
+MIN_MAPPED_BYTES = 2**26  # of tensors that are mapped one by one
 
 
 @dataclass(frozen=True)
@@ -35,17 +40,26 @@ class Slot:
 
 def write_flat(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Slot, ...]:
     """Writes tensors one behind the other; returns where each of them is."""
+    with path.open("wb", buffering=0) as file:
+        return _write_all(file.fileno(), tensors)
+
+
+def _write_all(file: int, tensors: Mapping[str, Tensor]) -> tuple[Slot, ...]:
     slots: list[Slot] = []
     parts: list[memoryview] = []
-    start = 0
+    start = held = 0
     for name, tensor in tensors.items():
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         slots.append(Slot(name, tensor.dtype, tuple(tensor.shape), start, len(data)))
         padding = -len(data) % ALIGNMENT
-        parts += [data.numpy().data, memoryview(bytes(padding))]
+        if len(data):
+            parts += [data.numpy().data, memoryview(bytes(padding))][: 1 + bool(padding)]
         start += len(data) + padding
-    with path.open("wb", buffering=0) as file:
-        _write(file.fileno(), [part for part in parts if len(part)])
+        held += len(data)
+        if held > MAX_HELD_BYTES:
+            _write(file, parts)
+            parts, held = [], 0
+    _write(file, parts)
     return tuple(slots)
 
 
@@ -62,9 +76,11 @@ def _write(file: int, parts: list[memoryview]) -> None:
 
 def read_flat(path: Path, slots: tuple[Slot, ...]) -> Mapping[str, Tensor]:
     """Reads tensors by mapping the file into memory; the file may then be removed."""
-    is_large = sum(slot.num_bytes for slot in slots) >= max(MIN_MAPPED_BYTES, 1)
-    if is_large and sys.platform != "win32":  # where an open file cannot be removed
-        return MappedTensors(_OpenFile(path), {slot.name: slot for slot in slots})
+    size = sum(slot.num_bytes for slot in slots)
+    if (
+        size >= max(MIN_MAPPED_BYTES, 1) and sys.platform != "win32"
+    ):  # where an open file cannot be removed
+        return MappedTensors(_OpenFile(os.open(path, os.O_RDONLY)), slots)
     size = max((slot.start + slot.num_bytes for slot in slots), default=0)
     size += -size % ALIGNMENT
     whole = _map_file(path, size) if size else torch.empty(0, dtype=torch.uint8)
@@ -83,11 +99,27 @@ def _map_file(path: Path, size: int) -> Tensor:
     return torch.from_file(str(path), size=size, dtype=torch.uint8)
 
 
+def offload(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The same tensors in a temporary file, of which only what is in use takes memory.
+
+    Small ones stay in memory. So do those for which there is no room in the file system, and all
+    where an open file cannot be removed.
+    """
+    size = 0 if isinstance(tensors, MappedTensors) else sum(t.nbytes for t in tensors.values())
+    if size >= max(MIN_MAPPED_BYTES, 1) and sys.platform != "win32":
+        with contextlib.suppress(OSError):
+            number, path = tempfile.mkstemp()
+            os.unlink(path)
+            file = _OpenFile(number)
+            return MappedTensors(file, _write_all(number, tensors))
+    return tensors
+
+
 class _OpenFile:
     """A file that stays open as long as tensors may be read from it."""
 
-    def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY)
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def __del__(self) -> None:
         os.close(self.number)
@@ -96,25 +128,45 @@ class _OpenFile:
 class MappedTensors(Mapping[str, Tensor]):
     """Large tensors in a file, each mapped when it is asked for.
 
-    So an update takes memory for the tensors in use only, not for all that were read before.
+    So they take memory while they are in use only. Who asks for one that is in use gets the same.
+    A copy of the mapping is a dict.
+
+    >>> tensors = offload({"large": torch.ones(2**24), "small": torch.ones(1)})
+    >>> float(tensors["small"])
+    1.0
     """
 
-    def __init__(self, file: _OpenFile, slots: Mapping[str, Slot]) -> None:
-        self._file, self._slots = file, slots
+    def __init__(self, file: _OpenFile, slots: Iterable[Slot]) -> None:
+        self._file = file
+        self._slots = {slot.name: slot for slot in slots}
+        self._in_use: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
 
     def select(self, names: Mapping[str, str]) -> MappedTensors:
         """Some of the tensors, under other names."""
-        return MappedTensors(self._file, {new: self._slots[old] for new, old in names.items()})
+        slots = (replace(self._slots[old], name=new) for new, old in names.items())
+        return MappedTensors(self._file, slots)
 
     def __getitem__(self, name: str) -> Tensor:
-        slot = self._slots[name]
-        return map_tensor(self._file.number, slot.start, slot.dtype, slot.shape, slot.num_bytes)
+        tensor = self._in_use.get(name)
+        if tensor is None:
+            slot = self._slots[name]
+            tensor = map_tensor(
+                self._file.number, slot.start, slot.dtype, slot.shape, slot.num_bytes
+            )
+            self._in_use[name] = tensor
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._slots
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._slots)
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 def join_parts(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

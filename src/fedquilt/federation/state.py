@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, Literal, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedquilt.federation.client import Client
 from fedquilt.federation.columns import ComputedColumn, Integers
+from fedquilt.federation.flat_tensors import offload
 from fedquilt.federation.registry import MANY_CLIENTS, ClientRegistry
 from fedquilt.learning.task import CLASSIFICATION, LearningTask
 from fedquilt.structure.structure import Structure
@@ -216,3 +217,9 @@ class State:
     chosen_subnets: Mapping[int, Subnet] = field(
         default_factory=dict
     )  # by clients, each for itself
+
+
+def offload_state(state: State) -> State:
+    """The same state, the tensors of a large model in temporary files that are mapped."""
+    params, server = offload(state.params), offload(state.server_tensors)
+    return replace(state, params=params, server_tensors=server)

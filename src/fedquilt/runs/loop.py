@@ -17,7 +17,7 @@ from fedquilt.evaluation.scores import SizeScore
 from fedquilt.federation.client import Task, derive_seed
 from fedquilt.federation.hostile import Attack
 from fedquilt.federation.secure import SecureAggregation
-from fedquilt.federation.state import Phase, Setup, State, sample_cohort
+from fedquilt.federation.state import Phase, Setup, State, offload_state, sample_cohort
 from fedquilt.federation.tasks import map_tasks
 from fedquilt.methods.method import Method
 from fedquilt.runs.accounting import RoundAccounting
@@ -138,7 +138,10 @@ class TrainingLoop:
     def train_from(self, position: Position) -> tuple[State, tuple[SizeScore, ...]]:
         """Trains to the last round; returns the finished state and its scores."""
         done, is_evaluated = position.checkpoint, position.is_evaluated
-        del position  # the first state goes when there is a second one
+        done = replace(done, state=offload_state(done.state))
+        del position
+        if is_large(self.setup.model):
+            release_freed_memory()  # of the state as it was started or read
         self._selector.progress = done.selection
         last_saved = done.state.round
         total = self._count_rounds(done.state)
@@ -213,7 +216,8 @@ class TrainingLoop:
         self._record(done)
         if done.round <= EARLY_ROUNDS or done.round % HEALTH_CHECK_EVERY == 0:
             self._report_problems(done.round)
-        return Checkpoint(replace(merged, round=state.round + 1), self.engine.client_versions())
+        merged = offload_state(replace(merged, round=state.round + 1))
+        return Checkpoint(merged, self.engine.client_versions())
 
     def _exchange_with_quorum(
         self, state: State, phase: Phase, number: int

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import mmap
+import sys
 import tempfile
 from functools import lru_cache
 from typing import IO, Any
@@ -17,6 +18,7 @@ from fedquilt.structure.tensors import named_tensors
 
 MIN_LARGE_BYTES = 2**26  # below, a copy of a model more or less does not matter
 MIN_OFFLOADED_BYTES = 2**16  # of one tensor
+MIN_OWN_BYTES = 2**20  # of a tensor whose memory is asked for by itself
 ALIGNMENT = 64  # bytes
 
 
@@ -48,6 +50,19 @@ def _find_trim() -> Any:
         return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # no glibc
         return None
+
+
+def make_zeros(like: Tensor) -> Tensor:
+    """Contiguous zeros of the shape and kind of another tensor.
+
+    A large one has memory of its own: it is taken from the system where it is written to, and goes
+    back as soon as the tensor does. The C library would keep it among what is still in use.
+    """
+    is_small = like.device.type != "cpu" or like.nbytes < max(MIN_OWN_BYTES, 1)
+    if is_small or sys.platform == "win32":  # which gives back what is freed
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    mapped = mmap.mmap(-1, like.nbytes, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(mapped, dtype=like.dtype).view(like.shape)
 
 
 def map_tensor(
