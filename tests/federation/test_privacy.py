@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +20,7 @@ import fedquilt as fq
 from fedquilt.errors import ConfigError
 from fedquilt.federation.aggregation import Aggregate
 from fedquilt.federation.client import Update
-from fedquilt.federation.privacy import AdaptClip, PrivateMean, draw_noise
+from fedquilt.federation.privacy import AdaptClip, PrivateMean, draw_noise, noise
 from fedquilt.federation.privacy.mechanism import (
     MEMORY,
     WITHIN,
@@ -278,3 +280,50 @@ def test_settings_that_do_not_go_together_are_refused():
         fq.Privacy(epsilon=1.0, mechanism="local", clipping="rings")
     with pytest.raises(ConfigError, match="greater than 0"):
         fq.Privacy(epsilon=0.0)
+
+
+@pytest.mark.parametrize("many", [0, 10**6])
+def test_a_secret_poisson_draw_takes_every_client_independently_of_the_others(monkeypatch, many):
+    """From gaps, as among very many clients, or client by client: the same distribution."""
+    monkeypatch.setattr(noise, "MANY_CLIENTS", many)
+    count, rate, draws = 7, 0.3, 4000
+    taken = np.zeros((draws, count))
+    for number in range(draws):
+        taken[number, noise.draw_poisson(b"key", ("cohort", number), count, rate)] = 1
+    spread = 4 * math.sqrt(rate * (1 - rate) / draws)
+    np.testing.assert_allclose(taken.mean(0), rate, atol=spread)
+    np.testing.assert_allclose(
+        np.cov(taken.T), rate * (1 - rate) * np.eye(count), atol=4 * rate / math.sqrt(draws)
+    )
+    sizes = np.bincount(taken.sum(1).astype(int), minlength=count + 1) / draws
+    expected = [math.comb(count, k) * rate**k * (1 - rate) ** (count - k) for k in range(count + 1)]
+    np.testing.assert_allclose(sizes, expected, atol=4 / math.sqrt(4 * draws))
+    assert len(noise.draw_poisson(b"key", ("all",), count, 1.0)) == count
+
+
+@pytest.mark.parametrize("many", [0, 10**6])
+def test_a_secret_draw_of_some_rows_takes_every_set_as_often(monkeypatch, many):
+    monkeypatch.setattr(noise, "MANY_CLIENTS", many)
+    draws = 6000
+    sets = Counter(
+        tuple(noise.draw_rows(b"key", ("cohort", n), 5, 2).tolist()) for n in range(draws)
+    )
+    assert sorted(sets) == list(itertools.combinations(range(5), 2))
+    assert max(abs(sets[one] / draws - 0.1) for one in sets) < 4 * math.sqrt(0.09 / draws)
+    assert noise.draw_rows(b"key", (), 3, 9).tolist() == [0, 1, 2]
+
+
+def test_a_secret_draw_among_very_many_clients_draws_as_many_numbers_as_it_takes(monkeypatch):
+    drawn = []
+    draw_uniform = noise.draw_uniform
+
+    def count(secret, purpose, number):
+        drawn.append(number)
+        return draw_uniform(secret, purpose, number)
+
+    monkeypatch.setattr(noise, "draw_uniform", count)
+    rows = noise.draw_poisson(b"key", ("cohort", 1), 10**9, 1e-7)
+    assert (np.diff(rows) > 0).all()
+    assert 50 < len(rows) < 150
+    assert len(noise.draw_rows(b"key", ("cohort", 1), 10**9, 100)) == 100
+    assert sum(drawn) < 500

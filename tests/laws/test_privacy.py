@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,7 +89,7 @@ def test_a_reply_holds_what_is_accounted_for_and_nothing_else(private):
 def test_one_client_moves_the_sum_by_at_most_the_clipping_norm(private):
     rounds = make_rounds(private)
     state = start(private, rounds)
-    everyone = rounds._plan_everyone(state)[0]
+    everyone = rounds._plan(state, np.arange(len(private.setup.clients)))
     updates = ask(private, [replace(t, recipe=PrivateReply(t.recipe)) for t in everyone])
     rings = find_public_rings(private.setup, rounds.count_holdings(private.setup, state))
     for settings in ({}, {"clipping": "rings"}):
@@ -107,6 +109,22 @@ def test_what_a_client_gets_does_not_depend_on_who_else_takes_part(private):
         for task in rounds.plan(start(private, rounds), range(5)):
             assert seen.setdefault(task.client, task.subnets) == task.subnets
     assert len(seen) > 1
+
+
+def test_holdings_are_those_of_all_clients_and_follow_from_budgets_where_a_method_says_so(private):
+    """A plan that depends on who takes part, or on more than the budget, is one for everyone."""
+    method, setup = private.method, private.setup
+    for round in range(3):
+        state = replace(start(private, make_rounds(private)), round=round)
+        planned = replace(state, phase=method.phases(setup)[0].name)
+        everyone = method.plan(setup, planned, setup.registry)
+        held = Counter(tuple(task.subnets) for task in everyone)
+        assert make_rounds(private).count_holdings(setup, state) == held
+        if method.plans_by_budget:
+            for client, task in zip(setup.registry, everyone, strict=True):
+                (alone,) = method.plan(setup, planned, [client])
+                assert alone.subnets == task.subnets
+                assert alone.seed == task.seed
 
 
 def test_methods_with_tensors_on_clients_are_refused_and_others_start(case, request):

@@ -13,6 +13,7 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.errors import CheckpointError, ConfigError
 from fedquilt.federation.privacy.settings import hide_data
+from fedquilt.federation.registry import ClientRegistry
 from fedquilt.federation.state import Setup
 from fedquilt.runs.plan import RunPlan, start_run
 from fedquilt.runs.policies import Cadence, FaultPolicy
@@ -246,3 +247,23 @@ def test_the_server_is_not_told_labels_nor_numbers_of_examples(population):
     prepared = start_run(plan)
     assert {(c.num_examples, c.labels, c.group) for c in prepared.setup.clients} == {(1, (), "")}
     assert [c.budget for c in prepared.setup.clients] == [c.budget for c in population.clients]
+
+
+def test_a_private_round_makes_none_of_the_registered_clients_but_the_drawn_ones(monkeypatch):
+    made = []
+    get = ClientRegistry._get
+    monkeypatch.setattr(
+        ClientRegistry, "_get", lambda self, row: made.append(row) or get(self, row)
+    )
+    people = fq.make_clients(print, count=1_000_000, num_examples=20, labels=(0,), budgets=BUDGETS)
+    model, example = make_model(), torch.zeros(1, 6)
+    registry = people.clients.without_data()
+    structure = fq.trace_structure(model, example)
+    setup = Setup(model, structure, example, registry, 3, 0, sampling="poisson")
+    method = fq.HeteroFL(fraction=2e-5).make_private()
+    rounds = PrivateRounds(fq.Privacy(noise_multiplier=1.0), setup, method, b"k" * 32)
+    state = rounds.start(method.start(setup))
+    tasks = list(rounds.plan(state, None))
+    assert 5 < len(tasks) < 50
+    assert sum(rounds.count_holdings(setup, state).values()) == len(registry)
+    assert len(made) < 3 * len(tasks) + 20

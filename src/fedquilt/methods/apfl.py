@@ -334,16 +334,15 @@ class APFL(FedPA):
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Lines 3-5 and 12 of Algorithm 1, and line 3 of Algorithm 3."""
-        if state.phase == "train":
-            round = state.round - self._rounds_before(setup)
-            return plan_each(cohort, lambda client: self._training(setup, state, client, round))
-        whole = Subnet().excluding(*self.local_params)
 
         def plan(client: Client) -> Task:
-            is_warm = state.phase != "warm-up"
-            work = self._search(setup, client) if is_warm else self._sandwich(setup, state, client)
-            seed = derive_seed(setup.seed, state.round, client.id)
-            return Task(client.id, (whole,), state.params, work, seed)
+            if state.phase == "train":
+                round = state.round - self._rounds_before(setup)
+                return self._training(setup, state, client, round)
+            search = None if state.phase == "warm-up" else self._search(setup, client)
+            work = search or self._sandwich(setup, state, client)
+            seed, whole = derive_seed(setup.seed, state.round, client.id), Subnet()
+            return Task(client.id, (whole.excluding(*HOME),), state.params, work, seed)
 
         return plan_each(cohort, plan)
 

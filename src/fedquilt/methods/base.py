@@ -88,6 +88,11 @@ class MethodTraits:
         return None
 
     @property
+    def plans_by_budget(self) -> bool:
+        """A client's subnets may depend on its number, and on who else takes part."""
+        return False
+
+    @property
     def queries_within_budgets(self) -> bool:
         """Every client is asked for the statistics of all sizes."""
         return False

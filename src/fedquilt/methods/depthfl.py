@@ -118,6 +118,8 @@ class DepthFL(BaseMethod):
             self.trained_subnet(deep, client)  # refuses whoever cannot afford one exit
         return deep
 
+    plans_by_budget = True
+
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """The deepest local model of each client."""
         params, recipe = self._sent(state), self._recipe(setup, state.round)

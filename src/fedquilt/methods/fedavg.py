@@ -74,6 +74,8 @@ class FedAvg(BaseMethod):
     within_budgets: bool = False
     masked: Masked = False
 
+    plans_by_budget = True
+
     @property
     def tracks_statistics(self) -> bool:
         """As the settings say."""

@@ -85,6 +85,11 @@ class FedDrop(BaseMethod):
 
     queries_within_budgets = True  # the whole net is asked of those that can afford it
 
+    @property
+    def plans_by_budget(self) -> bool:
+        """Unless every client draws its own channels."""
+        return not self.per_client
+
     def make_private(self) -> Self:
         """All rows are sent; the loss is still over a client's own classes, which it knows."""
         return replace(super().make_private(), own_rows=False)

@@ -86,6 +86,8 @@ class FjORD(BaseMethod):
             setup.task.require_outputs("FjORD's self-distillation (distil)")
         return super().prepare_model(setup)
 
+    plans_by_budget = True
+
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Every width p ≤ p_max of a client, the widest with all that they share."""
 

@@ -138,6 +138,11 @@ class HeteroFL(BaseMethod):
         return float(self.widths[draw.integers(len(self.widths))])
 
     @property
+    def plans_by_budget(self) -> bool:
+        """Unless widths are drawn."""
+        return self.assignment == "fixed"
+
+    @property
     def queries_within_budgets(self) -> bool:
         """Unless the settings say otherwise; where widths are drawn, clients train all of them."""
         return not self.query_everyone and self.assignment == "fixed"

@@ -61,6 +61,14 @@ class Method(Protocol):
         """A sentence, if subnets or replies depend on clients' data in a way that cannot be off."""
         ...
 
+    @property
+    def plans_by_budget(self) -> bool:
+        """Whether all clients of one budget train the same subnets in a round, whoever takes part.
+
+        Then a round that tells what registered clients hold need not plan for all of them.
+        """
+        ...
+
     def make_private(self) -> Method:
         """Returns the method with all off that clients would tell of their data.
 

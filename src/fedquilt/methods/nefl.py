@@ -163,6 +163,11 @@ class NeFL(BaseMethod):
                 steps[f"{name}@{subnet.owner}"] = torch.tensor(float(value))
         return replace(state, params={**state.params, **steps})
 
+    @property
+    def plans_by_budget(self) -> bool:
+        """Unless submodels are drawn."""
+        return self.assignment == "fixed"
+
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Algorithm 1, lines 2-5: each client trains one of the submodels."""
         recipe = LocalSGD(

@@ -93,6 +93,7 @@ class SHeteroFL(BaseMethod):
         return None if self.tracks_statistics else "batch"
 
     queries_within_budgets = True
+    plans_by_budget = True
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Every width that a client can afford, the widest with all that they share."""

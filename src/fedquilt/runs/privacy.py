@@ -1,8 +1,9 @@
 """The rounds of a private run: who takes part, what clients send, and what it has cost so far.
 
-Tasks are planned for all registered clients, whoever takes part. So a client's subnets do not
-depend on who else is in the cohort, and the expected number of holders of every cell is public.
-Cohorts are drawn from the run's secret: who took part is not to be known.
+What a client trains does not depend on who else is in the cohort, and the expected number of
+holders of every cell is public. A method whose clients of one budget all train the same is planned
+once for each budget; another for all registered clients, whoever takes part. Cohorts are drawn from
+the run's secret: who took part is not to be known.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from fedquilt.errors import CheckpointError, ConfigError
 from fedquilt.federation.aggregation import AggregationPipeline, FullMean, LabelAwareMean, Mean
 from fedquilt.federation.client import Task
+from fedquilt.federation.columns import ComputedColumn, Integers
 from fedquilt.federation.privacy.accountant import Accountant, PrivacySpent
 from fedquilt.federation.privacy.mechanism import (
     MEMORY,
@@ -31,18 +33,20 @@ from fedquilt.federation.privacy.mechanism import (
     share_clip,
     split_noise,
 )
-from fedquilt.federation.privacy.noise import derive_secret, draw_uniform
+from fedquilt.federation.privacy.noise import derive_secret, draw_poisson, draw_rows
 from fedquilt.federation.privacy.settings import Privacy
+from fedquilt.federation.registry import ClientRegistry
 from fedquilt.federation.rings import Holding
 from fedquilt.federation.secure import SecureAggregation
 from fedquilt.federation.state import Phase, Setup, State
+from fedquilt.federation.tasks import LazyTasks, map_tasks
 from fedquilt.methods.method import Method
 from fedquilt.runs.accounting import count_subnet_bytes
 from fedquilt.runs.events import RoundDone
 from fedquilt.runs.phases import count_rounds, find_phase
 from fedquilt.training.dpsgd import DPSGD, count_steps, refuse_unsupported
 from fedquilt.training.local_sgd import LocalSGD
-from fedquilt.training.private import bound_replies
+from fedquilt.training.private import PrivateReply
 from fedquilt.training.settings import LoopSettings
 
 COUNT_NOISE = 1 / 20  # of the expected cohort: σ_b of adaptive clipping (Andrew et al., Sec. 3.1)
@@ -67,7 +71,7 @@ class PrivateRounds:
     method: Method
     secret: bytes = field(repr=False)
     secure: SecureAggregation | None = None
-    _planned: tuple[int, Sequence[Task], Counter[Holding]] | None = field(default=None, init=False)
+    _held: tuple[int, Counter[Holding]] | None = field(default=None, init=False)  # in a round
 
     @cached_property
     def phase(self) -> Phase:
@@ -125,7 +129,7 @@ class PrivateRounds:
         self._refuse_local_tensors()
         if self.privacy.is_by_example:
             refuse_unsupported(self.setup.model)
-            for task in self._plan_everyone(state)[0][:1]:
+            for task in self._plan(state, np.arange(1)):
                 self._make_steps_private(task, state)
         if not any(ring.holders for ring in rings):
             raise ConfigError("no tensor leaves the clients, so there is nothing to make private")
@@ -144,7 +148,7 @@ class PrivateRounds:
 
     def _count_nets(self, state: State) -> int:
         """How many nets a client trains at most, each with noise in its own steps."""
-        return max(len(task.subnets) for task in self._plan_everyone(state)[0])
+        return max(map(len, self.count_holdings(self.setup, state)))
 
     def _find_noise_multiplier(self, nets: int) -> float:
         privacy = self.privacy
@@ -178,7 +182,7 @@ class PrivateRounds:
 
     def count_participations(self, rounds: int) -> int:
         """In how many of the first rounds the client that is drawn most often takes part."""
-        counts = Counter(c for number in range(rounds) for c in self.sample_cohort(number))
+        counts = Counter(c for n in range(rounds) for c in self.sample_cohort(n).tolist())
         return max(counts.values(), default=0)
 
     def count_affordable_rounds(self, state: State) -> int:
@@ -201,28 +205,36 @@ class PrivateRounds:
         releases = self.count_releases(rounds, int(state.method_state[MEMORY]["nets"]))
         return self.accountant.compute_epsilon(noise_multiplier, releases)
 
-    def sample_cohort(self, round: int) -> frozenset[int]:
-        """The numbers of the clients of a round, which only the secret tells."""
-        clients = self.phase.eligible(self.setup.registry)
-        draws = draw_uniform(self.secret, ("cohort", round), len(clients))
-        if self.setup.sampling == "poisson":
-            chosen = np.flatnonzero(draws < self.rate)
-        else:
-            chosen = np.argsort(draws, kind="stable")[: self.phase.cohort_size(len(clients))]
-        return frozenset(clients[i].id for i in chosen.tolist())
+    @property
+    def _clients(self) -> ClientRegistry:
+        return self.phase.eligible(self.setup.registry)
 
-    def plan(self, state: State, available: Collection[int] | None) -> list[Task]:
+    def sample_cohort(self, round: int) -> Integers:
+        """The rows of the clients of a round, in order; only the secret tells them."""
+        count, purpose = len(self._clients), ("cohort", round)
+        if self.setup.sampling == "poisson":
+            return draw_poisson(self.secret, purpose, count, self.rate)
+        return draw_rows(self.secret, purpose, count, self.phase.cohort_size(count))
+
+    def plan(self, state: State, available: Collection[int] | None) -> Sequence[Task]:
         """The tasks of the clients that are drawn and available; None: all are."""
-        cohort = self.sample_cohort(state.round)
-        cohort = cohort if available is None else cohort & set(available)
-        tasks = [task for task in self._plan_everyone(state)[0] if task.client in cohort]
-        if self.privacy.is_by_example:
-            tasks = [self._make_steps_private(task, state) for task in tasks]
-        bounded = bound_replies(tasks, self._bound(state))
-        if self.privacy.mechanism != "local":
-            return bounded
+        rows, numbers = self.sample_cohort(state.round), self._clients.ids
+        if available is not None:
+            known = set(available)
+            rows = np.array([row for row in rows.tolist() if numbers[row] in known], np.int64)
+        settings = self._bound(state)
         std = read_noise_multiplier(state) * read_clip(state) / math.sqrt(self._num_sharing)
-        return [replace(task, recipe=self._add_noise(task, std, state.round)) for task in bounded]
+
+        def make_private(task: Task) -> Task:
+            if self.privacy.is_by_example:
+                task = self._make_steps_private(task, state)
+            recipe = PrivateReply(task.recipe, **settings)
+            if self.privacy.mechanism == "local":
+                secret = derive_secret(self.secret, "client", task.client).hex()
+                recipe = replace(recipe, noise=std, secret=secret, round=state.round)
+            return replace(task, recipe=recipe)
+
+        return map_tasks(make_private, self._plan(state, rows))
 
     @property
     def _num_sharing(self) -> int:
@@ -258,22 +270,30 @@ class PrivateRounds:
         )
         return replace(task, recipe=recipe)
 
-    def _add_noise(self, task: Task, std: float, round: int) -> Any:
-        secret = derive_secret(self.secret, "client", task.client).hex()
-        return replace(task.recipe, noise=std, secret=secret, round=round)  # type: ignore[type-var]
-
-    def _plan_everyone(self, state: State) -> tuple[Sequence[Task], Counter[Holding]]:
-        """The tasks that all registered clients would get in a round, and how many have each."""
-        if self._planned is None or self._planned[0] != state.round:
-            state = replace(state, phase=find_phase(state.round, self.method, self.setup).name)
-            tasks = self.method.plan(self.setup, state, self.phase.eligible(self.setup.registry))
-            holdings = Counter(tuple(task.subnets) for task in tasks)
-            self._planned = state.round, tasks, holdings
-        return self._planned[1:]
+    def _plan(self, state: State, rows: Integers) -> Sequence[Task]:
+        """The method's tasks of the clients in some rows, as if all registered clients had one."""
+        state = replace(state, phase=find_phase(state.round, self.method, self.setup).name)
+        clients = self._clients
+        if self.method.plans_by_budget:
+            some = ComputedColumn(lambda row: clients[int(rows[row])], len(rows))
+            return self.method.plan(self.setup, state, some)
+        everyone = self.method.plan(self.setup, state, clients)
+        return LazyTasks(len(rows), lambda row: everyone[int(rows[row])])
 
     def count_holdings(self, setup: Setup, state: State) -> Mapping[Holding, int]:
         """What registered clients hold in a round; public."""
-        return self._plan_everyone(state)[1]
+        if self._held is None or self._held[0] != state.round:
+            clients, held = self._clients, Counter[Holding]()
+            if self.method.plans_by_budget:
+                rows = np.array(clients.budgets.first_rows, np.int64)
+                for client, task in zip(
+                    clients.one_per_budget, self._plan(state, rows), strict=True
+                ):
+                    held[tuple(task.subnets)] += clients.budget_counts[client.budget]
+            else:
+                held.update(tuple(t.subnets) for t in self._plan(state, np.arange(len(clients))))
+            self._held = state.round, held
+        return self._held[1]
 
     def make_pipeline(self, pipeline: AggregationPipeline) -> AggregationPipeline:
         """The method's pipeline with a private mean."""

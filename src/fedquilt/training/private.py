@@ -8,7 +8,7 @@ task's subnets, zero where the recipe sent none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,8 +149,3 @@ def _give_labels(recipe: Any, examples: Any, context: ClientContext) -> Any:
     if getattr(recipe, "masked", False) and context.task.has_classes:
         return replace(recipe, labels=tuple(sorted(examples.label_set)))
     return recipe
-
-
-def bound_replies(tasks: Sequence[Task], settings: Mapping[str, Any]) -> list[Task]:
-    """The tasks, with replies that are bounded as the settings of ``PrivateReply`` say."""
-    return [replace(task, recipe=PrivateReply(task.recipe, **settings)) for task in tasks]

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from fedquilt.errors import CorruptFileError
+from fedquilt.federation.columns import Integers
+from fedquilt.federation.registry import MANY_CLIENTS
 from fedquilt.files import fsync
 
 Numbers = npt.NDArray[np.float64]
@@ -67,6 +69,39 @@ def draw_uniform(secret: bytes, purpose: Sequence[int | str], count: int) -> Num
     """Numbers in [0, 1)."""
     stream = hashlib.shake_256(secret + _encode(purpose)).digest(8 * count)
     return (np.frombuffer(stream, "<u8") >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw_poisson(secret: bytes, purpose: Sequence[int | str], count: int, rate: float) -> Integers:
+    """Draws each of the rows with the same probability, independently of the others; in order.
+
+    Above ``MANY_CLIENTS`` time and memory are those of the rows that are drawn: what is drawn are
+    the gaps between them, which have a geometric distribution.
+    """
+    if count <= MANY_CLIENTS or rate >= 1:
+        return np.flatnonzero(draw_uniform(secret, purpose, count) < rate)
+    drawn, last, part = [], -1, 0
+    while last < count:
+        uniform = draw_uniform(secret, (*purpose, part), math.ceil(count * rate) + 64)
+        gaps = np.minimum(np.log1p(-uniform) / math.log1p(-rate), count).astype(np.int64) + 1
+        drawn.append(last + np.cumsum(gaps))
+        last, part = int(drawn[-1][-1]), part + 1
+    rows: Integers = np.concatenate(drawn)
+    return rows[rows < count]
+
+
+def draw_rows(secret: bytes, purpose: Sequence[int | str], count: int, size: int) -> Integers:
+    """Draws so many of the rows without replacement, all sets alike; in order.
+
+    Above ``MANY_CLIENTS`` time and memory are those of the rows that are drawn (Floyd's algorithm).
+    """
+    size = min(size, count)
+    if count <= MANY_CLIENTS:
+        return np.sort(np.argsort(draw_uniform(secret, purpose, count), kind="stable")[:size])
+    drawn: set[int] = set()
+    for last, uniform in enumerate(draw_uniform(secret, purpose, size).tolist(), count - size):
+        row = int(uniform * (last + 1))
+        drawn.add(last if row in drawn else row)
+    return np.array(sorted(drawn), np.int64)
 
 
 def draw_normal(secret: bytes, purpose: Sequence[int | str], count: int) -> Numbers:
