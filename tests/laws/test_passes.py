@@ -20,9 +20,9 @@ from fedquilt.training.stack import trial
 PLAIN = (
     *("fedavg", "fedavg-at", "feddrop", "feddrop each", "fedrolex", "heterofl", "heterofl dynamic"),
     *("lg-fedavg", "nefl", "nefl by depth", "splitmix"),
-    "standalone",
+    *("sheterofl", "sheterofl tracked", "standalone"),
 )
-OTHERS = ("fedavg-oat", "sheterofl")
+OTHERS = ("fedavg-oat", "fjord")
 
 
 def run_round(name: str, setup: Setup, workers: int, clients_per_pass: int):
@@ -63,7 +63,7 @@ def test_a_run_that_goes_on_has_the_choices_that_it_was_started_with(tmp_path, m
 
     def choose(count):
         found = trial.Trial(count, {1: 0.002, count: 0.001})
-        monkeypatch.setattr("fedquilt.training.local_sgd.try_counts", lambda *_, **__: found)
+        monkeypatch.setattr("fedquilt.training.stack.clients.try_counts", lambda *_, **__: found)
 
     method = fq.HeteroFL(fq.LocalTraining(batch_size=4), fraction=1.0)
 

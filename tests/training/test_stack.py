@@ -13,12 +13,15 @@ import fedquilt as fq
 from fedquilt.data import to_examples
 from fedquilt.models import make_model
 from fedquilt.structure.create import trace_structure
+from fedquilt.structure.structure import NORMS
+from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.context import ClientContext
 from fedquilt.training.dualnorm import make_dual
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.objectives import Adversarial, OnceForAll, PlainLoss
-from fedquilt.training.stack.layers import UnstackableError, make_stack
+from fedquilt.training.slimmable import Slimmable
+from fedquilt.training.stack.layers import UnstackableError
 from fedquilt.training.stack.program import find_program
 from fedquilt.training.trainer import make_trainer
 
@@ -154,7 +157,7 @@ def test_gradients_lie_in_memory_as_weights_do(net):
     make, draw = NETS[net]
     module, inputs = make(), (draw(4, torch.Generator()),)
     program = find_program(module, lambda: inputs)
-    stack = make_stack(module, named_tensors(module), 2)
+    stack = program.make_stack(named_tensors(module), 2)
     for tensor in stack.values():
         tensor.zero_()
     names = [name for name, _ in module.named_parameters() if name != "embed.weight"]  # tied
@@ -259,6 +262,45 @@ def test_nets_that_are_attacked_are_tried_in_evaluation_mode_too():
     with pytest.raises(UnstackableError, match="mixes values"):
         find_program(net, lambda: (torch.rand(6, 4),), in_evaluation=True)
     assert net.training
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        fq.LocalTraining(lr=0.05, epochs=2, batch_size=4, max_grad_norm=0.1),
+        fq.LocalTraining(optimizer="adam", lr=0.01, batch_size=4, keep_optimizer=True),
+    ],
+    ids=["sgd clipped", "adam kept"],
+)
+@pytest.mark.parametrize("kept", [range(4), (0, 3)], ids=["leading", "scattered"])
+def test_all_widths_of_clients_in_one_pass_learn_what_they_would_alone(training, kept):
+    """Narrow nets with normalization of their own, and statistics; one is sent as a whole."""
+    recipe = Slimmable(training, lr=training.lr, masked=True, scale=True)
+    tasks, context = make_work("cnn batch", recipe)
+    structure = context.structure
+    first, *others = structure.cut_groups()
+    narrow = Subnet.from_channels({first: kept[:2], **{g: range(3) for g in others}})
+    own = [s.with_private(f"{i}", NORMS) for i, s in enumerate((narrow, structure.subnet(0.5)))]
+    subnets = (structure.subnet(1.0), own[0].excluding("*", f"!{NORMS}"), own[1])
+    tasks = [replace(task, subnets=subnets) for task in tasks]
+    theirs = run_alone(tasks, context)
+    assert_same(run_stacked(tasks, context), theirs)
+    if training.keep_optimizer:
+        again, before = [replace(t, seed=t.seed + 9) for t in tasks], [r.state for r in theirs]
+        assert_same(run_stacked(again, context, before), run_alone(again, context, before))
+
+
+def test_clients_whose_widths_are_nested_in_other_ways_train_apart():
+    task = make_work("mlp", LocalSGD(TRAINING, lr=0.1))[0][0]
+    group = "g"
+    pairs = [
+        tuple(Subnet.from_channels({group: kept}) for kept in both)
+        for both in [((0, 1, 2), (0, 1)), ((0, 1, 2), (1, 2)), ((0, 1, 2), (0, 1))]
+    ]
+    one, other, same = (
+        Slimmable(TRAINING, lr=0.1).stack_key(replace(task, subnets=s)) for s in pairs
+    )
+    assert one == same != other
 
 
 class Changed:

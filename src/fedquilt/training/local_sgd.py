@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+import torch
 from torch import nn
 
 from fedquilt.federation.client import Client, ClientResult, Task, Update
 from fedquilt.federation.validation import ReplySpec, training_metrics
+from fedquilt.learning.batch import Batch
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.tensors import to_arguments
+from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.client_loss import Masked
 from fedquilt.training.context import ClientContext
 from fedquilt.training.loop import run_epochs
@@ -26,13 +29,13 @@ from fedquilt.training.objectives import (
 )
 from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import WeightOptimizer, trainable_weights
-from fedquilt.training.scaler import has_hooked_scale, scale_outputs
+from fedquilt.training.scaler import hook_scale, scale_outputs
 from fedquilt.training.settings import LocalTraining
+from fedquilt.training.stack.clients import require_program, run_jobs, try_job
 from fedquilt.training.stack.layers import UnstackableError
-from fedquilt.training.stack.loop import StackMember, draw_batch, train_members
 from fedquilt.training.stack.nets import PLAIN, NetStack
-from fedquilt.training.stack.program import StackedModel, find_program
-from fedquilt.training.stack.trial import Trial, try_counts
+from fedquilt.training.stack.program import StackedModel
+from fedquilt.training.stack.trial import Trial
 from fedquilt.training.tokens import Seen, map_tokens_to_groups, record_tokens
 from fedquilt.training.trainer import make_trainer
 
@@ -127,26 +130,9 @@ class LocalSGD:
         Raises:
             UnstackableError: Nets of this kind cannot be trained in one pass.
         """
-        nets: NetStack | None = None
-        trained: list[tuple[_Job, StackMember, OptimizerMemory]] = []
-        for number, (task, context) in enumerate(zip(tasks, contexts, strict=True)):
-            job = _Job(cast(LocalSGD, task.recipe), task, context)
-            module = job.modules[0]  # the same for all clients, so each is loaded in turn
-            if nets is None:
-                program, objective = job.require_program()
-                nets = NetStack(program, module, len(tasks), objective)
-            elif job.objective != objective:
-                raise UnstackableError("clients have inputs of other scales, which are attacked")
-            memory = job.restore([nets.load(number, module, job.optimizer_settings)])
-            trained.append((job, job.make_member(number), memory))
-        assert nets is not None
-        train_members(nets, [member for _, member, _ in trained])
-        results: list[ClientResult | Exception] = []
-        for job, member, memory in trained:
-            nets.copy_to(member.net, job.modules[0])
-            own = job.recipe._find_own_rows(job.context, {}) if self.own_rows else {}
-            results.append(member.problem or job.make_result(memory, float(member.mean), [own]))
-        return results
+        pairs = zip(tasks, contexts, strict=True)
+        jobs = (_Job(cast(LocalSGD, task.recipe), task, context) for task, context in pairs)
+        return run_jobs(jobs, len(tasks))
 
     def try_stacking(self, task: Task, context: ClientContext, counts: Sequence[int]) -> Trial:
         """Times a step of training, alone and with others in one pass; nothing comes of it.
@@ -159,19 +145,7 @@ class LocalSGD:
         Raises:
             UnstackableError: Nets of this kind cannot be trained in one pass.
         """
-        job = _Job(self, task, context)
-        (program, objective), module = job.require_program(), job.modules[0]
-        batch = draw_batch(job.examples, self.local_training.batch_size)
-        with scale_outputs(module, context.structure) if self.scale else nullcontext():
-            return try_counts(
-                module,
-                program,
-                batch,
-                job.loss,
-                job.optimizer_settings,
-                counts=counts,
-                objective=objective,
-            )
+        return try_job(_Job(self, task, context), counts)
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be."""
@@ -205,6 +179,7 @@ class _Job:
     def __init__(self, recipe: LocalSGD, task: Task, context: ClientContext) -> None:
         self.recipe, self.task, self.context = recipe, task, context
         self.examples = context.examples("train", task.client)
+        self.loop, self.seed = recipe.local_training.loop, task.seed
         built = context.modules(task.subnets, task.params, recipe.local_params)
         self.modules = [module.train() for module in built]
         self.loss = context.client_loss(recipe.labels, recipe.masked)
@@ -218,19 +193,13 @@ class _Job:
             UnstackableError: There is none.
         """
         recipe, module, objective = self.recipe, self.modules[0], self.objective
-        if self.loss.loss.needs_batch or not is_stackable(objective):
-            raise UnstackableError("its loss asks the model itself")
+        if not is_stackable(objective):
+            raise UnstackableError("its objective is that of one net")
         kinds = (nn.Embedding, nn.EmbeddingBag)
         if recipe.own_rows and any(isinstance(layer, kinds) for layer in module.modules()):
             raise UnstackableError("each client sends the rows of the tokens that it has read")
-        with ExitStack() as stack:
-            if recipe.scale and not has_hooked_scale(module):
-                stack.enter_context(scale_outputs(module, self.context.structure))
-            program = find_program(
-                module,
-                lambda: to_arguments(draw_batch(self.examples)[0]),
-                in_evaluation=objective != PLAIN,
-            )
+        is_attacked = objective != PLAIN
+        program = require_program(self, module, scale=recipe.scale, in_evaluation=is_attacked)
         return program, objective
 
     def find_program(self) -> StackedModel | None:
@@ -248,10 +217,30 @@ class _Job:
             memory.attach(optimizer, ((name, subnet) for name in trainable_weights(module)))
         return memory
 
-    def make_member(self, number: int) -> StackMember:
-        """The client as one of several in one pass, with the net of this number."""
-        settings, report = self.recipe.local_training.loop, self.context.report_progress
-        return StackMember(number, self.examples, self.loss, settings, self.task.seed, report)
+    def make_stack(self, count: int) -> NetStack:
+        """Room for the nets of as many clients."""
+        program, objective = self.require_program()
+        return NetStack(program, named_tensors(self.modules[0]), count, objective)
+
+    def load(self, stack: NetStack, number: int) -> None:
+        """Copies the client's net into a stack."""
+        if self.objective != stack.objective:
+            raise UnstackableError("clients have inputs of other scales, which are attacked")
+        tensors = named_tensors(self.modules[0])
+        self.memory = self.restore([stack.load(number, tensors, self.optimizer_settings)])
+
+    def finish(self, stack: NetStack, number: int, loss: float) -> ClientResult:
+        """What the client sends of its trained net."""
+        stack.copy_to(number, named_tensors(self.modules[0]))
+        own = self.recipe._find_own_rows(self.context, {}) if self.recipe.own_rows else {}
+        return self.make_result(self.memory, loss, [own])
+
+    def make_step(self) -> Callable[[Batch, torch.Generator], object]:
+        """What trains a copy of the client's net on a batch."""
+        module, settings = copy.deepcopy(self.modules[0]), self.optimizer_settings
+        if self.recipe.scale:
+            hook_scale(module, self.context.structure)
+        return make_trainer([module], settings, self.objective, self.loss).step
 
     def make_result(
         self, memory: OptimizerMemory, loss: float, own_rows: Sequence[Mapping[str, set[int]]]

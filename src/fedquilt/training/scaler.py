@@ -102,9 +102,14 @@ def fold_scale(module: nn.Module, structure: Structure, example: Example) -> nn.
     )
     if _is_close(_compute_outputs(folded, example), expected):
         return folded
+    hook_scale(module, structure)
+    return module
+
+
+def hook_scale(module: nn.Module, structure: Structure) -> None:
+    """Divides the outputs of a module's layers as ``scale_outputs`` does, from now on."""
     for layer, rate in compute_output_rates(module, structure).items():
         layer.register_forward_hook(OutputScale(rate))
-    return module
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +14,30 @@ from torch import Tensor, nn
 from fedquilt.federation.client import Client, ClientResult, Task, Update
 from fedquilt.federation.validation import ReplySpec, training_metrics
 from fedquilt.learning.batch import Batch
-from fedquilt.structure.cut import Index, global_name, index_cells_within, view_cells, write_cells
+from fedquilt.structure.cut import (
+    WHOLE,
+    Index,
+    global_name,
+    index_cells_within,
+    view_cells,
+    write_cells,
+)
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
+from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.client_loss import Masked
 from fedquilt.training.context import ClientContext
 from fedquilt.training.loop import run_epochs
 from fedquilt.training.optimizer_settings import OptimizerSettings
 from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import make_optimizer
-from fedquilt.training.scaler import scale_outputs
+from fedquilt.training.scaler import hook_scale, scale_outputs
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.sgd import differentiate
+from fedquilt.training.stack.clients import require_program, run_jobs, try_job
+from fedquilt.training.stack.nested import NestedProgram, Place, SumOverWidths
+from fedquilt.training.stack.nets import NetStack
+from fedquilt.training.stack.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -57,13 +71,56 @@ class Slimmable:
             return [self._loss(module, batch, context) for module in modules]
 
         modules, metrics, state = train_nested(task, context, self.local_training, self.lr, losses)
-        tensors = tuple(map(context.tensors, modules, task.subnets, task.subnets))
-        update = Update(task.client, task.subnets, tensors, self.weight, metrics)
-        return ClientResult(update, state)
+        return self._make_result(task, context, modules, metrics, state)
+
+    def stack_key(self, task: Task) -> Hashable:
+        """What must be equal for clients to train in one pass, and how their widths are nested."""
+        return repr(replace(self, labels=(), weight=1.0)), task.subnets
+
+    def run_stacked(
+        self, tasks: Sequence[Task], contexts: Sequence[ClientContext]
+    ) -> list[ClientResult | Exception]:
+        """Trains all widths of several clients in one pass for each width.
+
+        Args:
+            tasks: The work of each client, with subnets of one shape and equal ``stack_key``.
+            contexts: The context of each client.
+
+        Raises:
+            UnstackableError: Nets of this kind cannot be trained in one pass.
+        """
+        pairs = zip(tasks, contexts, strict=True)
+        jobs = (_Job(cast(Slimmable, task.recipe), task, context) for task, context in pairs)
+        return run_jobs(jobs, len(tasks))
+
+    def try_stacking(self, task: Task, context: ClientContext, counts: Sequence[int]) -> Trial:
+        """Times a step of training, alone and with others in one pass; nothing comes of it.
+
+        Args:
+            task: The work of a client.
+            context: The client's context.
+            counts: The numbers of clients in one pass that are tried.
+
+        Raises:
+            UnstackableError: Nets of this kind cannot be trained in one pass.
+        """
+        return try_job(_Job(self, task, context), counts)
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be."""
         return ReplySpec(task.subnets, self.weight, training_metrics(client.num_examples))
+
+    def _make_result(
+        self,
+        task: Task,
+        context: ClientContext,
+        modules: Sequence[nn.Module],
+        metrics: Mapping[str, float],
+        state: Mapping[str, Tensor] | None,
+    ) -> ClientResult:
+        """What the client sends of its trained modules."""
+        tensors = tuple(map(context.tensors, modules, task.subnets, task.subnets))
+        return ClientResult(Update(task.client, task.subnets, tensors, self.weight, metrics), state)
 
     def _loss(self, module: nn.Module, batch: Batch, context: ClientContext) -> Tensor:
         loss = context.client_loss(self.labels, self.masked)
@@ -86,72 +143,145 @@ def train_nested(
     examples = context.examples("train", task.client)
     modules = [m.train() for m in context.modules(task.subnets, task.params)]
     optimizer = settings.optimizer_at(lr, len(examples))
-    nets = _NestedStep(context.structure, task.subnets, modules, optimizer)
+    nested = _NestedStep(_NestedNets(context.structure, task.subnets, modules), optimizer)
     memory = OptimizerMemory(context, is_kept=settings.keep_optimizer)
-    memory.attach(nets.optimizer, nets.moved)
+    memory.attach(nested.optimizer, nested.nets.moved)
 
     def step(batch: Batch, generator: torch.Generator) -> Tensor:
-        return nets.step(losses(modules, batch))
+        return nested.step(losses(modules, batch))
 
     loss = run_epochs(examples, step, settings.loop, task.seed, context.report_progress)
     return modules, {"loss": loss, "examples": len(examples)}, memory.add_to(None)
 
 
-class _NestedStep:
+class _NestedNets:
     """Nets that share the weights of the widest of them, the first."""
 
     def __init__(
-        self,
-        structure: Structure,
-        subnets: tuple[Subnet, ...],
-        modules: list[nn.Module],
-        settings: OptimizerSettings,
+        self, structure: Structure, subnets: tuple[Subnet, ...], modules: Sequence[nn.Module]
     ) -> None:
-        self._weights = [dict(module.named_parameters()) for module in modules]
-        self._shared: list[Mapping[str, tuple[Index, ...]]] = []  # where, in the widest one's
-        for weights, subnet in zip(self._weights[1:], subnets[1:], strict=True):
+        self.modules = modules
+        self.weights = [dict(module.named_parameters()) for module in modules]
+        self.shared: list[Mapping[str, tuple[Index, ...]]] = []  # where, in the widest one's
+        for weights, subnet in zip(self.weights[1:], subnets[1:], strict=True):
             where = index_cells_within(structure, subnets[0], subnet)
             shared = [n for n in weights if global_name(n, structure, subnet) == n]
-            self._shared.append({n: where[n] for n in shared})
+            self.shared.append({n: where[n] for n in shared})
         own = [
             (name, subnet, weights[name])
             for weights, shared, subnet in zip(
-                self._weights[1:], self._shared, subnets[1:], strict=True
+                self.weights[1:], self.shared, subnets[1:], strict=True
             )
             for name in weights
             if name not in shared
         ]
-        moving = [*((n, subnets[0], w) for n, w in self._weights[0].items()), *own]
-        self.moved = [(name, subnet) for name, subnet, w in moving if w.requires_grad]
-        self.optimizer = make_optimizer((weight for *_, weight in moving), settings)
-        self._copy_shared()
+        self.moving = [*((n, subnets[0], w) for n, w in self.weights[0].items()), *own]
+        self.moved = [(name, subnet) for name, subnet, w in self.moving if w.requires_grad]
+        self.copy_shared()
+
+    @torch.no_grad()
+    def copy_shared(self) -> None:
+        """The shared weights, as the widest net has them now."""
+        for weights, shared in zip(self.weights[1:], self.shared, strict=True):
+            for name, index in shared.items():
+                weights[name].copy_(view_cells(self.weights[0][name], index))
+
+    def list_places(self) -> list[dict[str, Place]]:
+        """Where each net has its tensors among those of all, see ``tensors``."""
+        places: list[dict[str, Place]] = []
+        for number, (module, shared) in enumerate(
+            zip(self.modules, [{}, *self.shared], strict=True)
+        ):
+            places.append({})
+            for name in named_tensors(module):
+                key = f"{name}@{number}" if number else name
+                is_shared = name in shared
+                index = (WHOLE, *shared[name]) if is_shared else None  # the first axis: nets
+                places[-1][name] = (name, index) if is_shared else (key, None)
+        return places
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of all nets by name, those that move in the order of ``moved``."""
+        return {
+            key: tensor
+            for module, places in zip(self.modules, self.list_places(), strict=True)
+            for name, tensor in named_tensors(module).items()
+            for key, index in [places[name]]
+            if index is None
+        }
+
+
+class _NestedStep:
+    """Trains nets that share weights."""
+
+    def __init__(self, nets: _NestedNets, settings: OptimizerSettings) -> None:
+        self.nets = nets
+        self.optimizer = make_optimizer((weight for *_, weight in nets.moving), settings)
 
     @torch.no_grad()
     def step(self, losses: Sequence[Tensor | None]) -> Tensor:
         """One step down the sum of the widths' losses, of those that have one; their mean."""
         sums, own = self._compute_gradients(losses[0], 0), []
-        for number, shared in enumerate(self._shared):
+        for number, shared in enumerate(self.nets.shared):
             for name, gradient in self._compute_gradients(losses[number + 1], number + 1).items():
                 if name not in shared:
                     own.append(gradient)
                 elif gradient is not None:
-                    sums[name] = add_at(sums[name], self._weights[0][name], shared[name], gradient)
+                    widest = self.nets.weights[0][name]
+                    sums[name] = add_at(sums[name], widest, shared[name], gradient)
         self.optimizer.apply_gradients([*sums.values(), *own])
-        self._copy_shared()
+        self.nets.copy_shared()
         return torch.stack([loss.detach() for loss in losses if loss is not None]).mean()
 
     def _compute_gradients(self, loss: Tensor | None, number: int) -> dict[str, Tensor | None]:
-        weights = {n: w for n, w in self._weights[number].items() if w.requires_grad}
+        weights = {n: w for n, w in self.nets.weights[number].items() if w.requires_grad}
         if loss is None:
             return dict.fromkeys(weights)
         return compute_gradients(loss, weights)
 
-    @torch.no_grad()
-    def _copy_shared(self) -> None:
-        """The shared weights, as the widest net has them now."""
-        for weights, shared in zip(self._weights[1:], self._shared, strict=True):
-            for name, index in shared.items():
-                weights[name].copy_(view_cells(self._weights[0][name], index))
+
+class _Job:
+    """One client's work, to be done with that of others."""
+
+    def __init__(self, recipe: Slimmable, task: Task, context: ClientContext) -> None:
+        self.recipe, self.task, self.context = recipe, task, context
+        self.examples = context.examples("train", task.client)
+        self.loop, self.seed = recipe.local_training.loop, task.seed
+        self.loss = context.client_loss(recipe.labels, recipe.masked)
+        self.optimizer_settings = recipe.local_training.optimizer_at(recipe.lr, len(self.examples))
+        modules = [module.train() for module in context.modules(task.subnets, task.params)]
+        self.nets = _NestedNets(context.structure, task.subnets, modules)
+
+    def make_stack(self, count: int) -> NetStack:
+        """Room for the nets of as many clients."""
+        scale = self.recipe.scale
+        programs = [require_program(self, module, scale=scale) for module in self.nets.modules]
+        program = NestedProgram(programs, self.nets.list_places())
+        return NetStack(program, self.nets.tensors(), count, SumOverWidths())
+
+    def load(self, stack: NetStack, number: int) -> None:
+        """Copies the client's nets into a stack."""
+        optimizer = stack.load(number, self.nets.tensors(), self.optimizer_settings)
+        is_kept = self.recipe.local_training.keep_optimizer
+        self.memory = OptimizerMemory(self.context, is_kept=is_kept)
+        self.memory.attach(optimizer, self.nets.moved)
+
+    def finish(self, stack: NetStack, number: int, loss: float) -> ClientResult:
+        """What the client sends; its loss is the mean over widths."""
+        stack.copy_to(number, self.nets.tensors())
+        self.nets.copy_shared()
+        metrics = {"loss": loss / len(self.nets.modules), "examples": len(self.examples)}
+        modules, state = self.nets.modules, self.memory.add_to(None)
+        return self.recipe._make_result(self.task, self.context, modules, metrics, state)
+
+    def make_step(self) -> Callable[[Batch, torch.Generator], object]:
+        """What trains copies of the client's nets on a batch."""
+        modules = copy.deepcopy(list(self.nets.modules))
+        for module in modules if self.recipe.scale else ():
+            hook_scale(module, self.context.structure)
+        nets = _NestedNets(self.context.structure, self.task.subnets, modules)
+        nested = _NestedStep(nets, self.optimizer_settings)
+        return lambda batch, _: nested.step([self.loss.of_batch(m, batch) for m in modules])
 
 
 def compute_gradients(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor | None]:

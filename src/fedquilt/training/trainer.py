@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedquilt.learning.batch import Batch
-from fedquilt.structure.tensors import find_tensors
+from fedquilt.structure.tensors import find_tensors, named_tensors
 from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.objectives import Objective, StackableObjective, is_stackable
 from fedquilt.training.optimizer_settings import OptimizerSettings
@@ -92,16 +92,17 @@ class _StackedTrainer:
         loss: ClientLoss,
         program: StackedModel,
     ) -> None:
-        self._modules, self._losses = modules, [loss] * len(modules)
-        self._stack = NetStack(program, modules[0], len(modules), objective)
+        self._losses = [loss] * len(modules)
+        self._nets = [named_tensors(module) for module in modules]
+        self._stack = NetStack(program, self._nets[0], len(modules), objective)
         self.optimizers: Sequence[WeightOptimizer] = [
-            self._stack.load(number, module, settings) for number, module in enumerate(modules)
+            self._stack.load(number, tensors, settings) for number, tensors in enumerate(self._nets)
         ]
 
     def step(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        count = len(self._modules)
+        count = len(self._nets)
         return self._stack.step(range(count), [batch], self._losses, [generator] * count).mean()
 
     def finish(self) -> None:
-        for number, module in enumerate(self._modules):
-            self._stack.copy_to(number, module)
+        for number, tensors in enumerate(self._nets):
+            self._stack.copy_to(number, tensors)

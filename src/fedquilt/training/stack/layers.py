@@ -68,31 +68,6 @@ def unfold_output(output: Tensor, fold: Fold, count: int) -> Tensor:
     return nets.movedim(axis, 0)
 
 
-def make_stack(module: nn.Module, tensors: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Memory for the tensors of several nets, not filled.
-
-    The weights of linear layers lie as their gradients come, by input first: an optimizer takes
-    half as long where both lie in the same way.
-
-    Args:
-        module: One of the nets.
-        tensors: Its tensors by name.
-        count: The number of nets.
-    """
-    users: dict[int, list[nn.Module]] = {}
-    for layer in module.modules():
-        for weight in layer._parameters.values():
-            users.setdefault(id(weight), []).append(layer)
-    stack = {}
-    for name, tensor in tensors.items():
-        used_by = users.get(id(tensor), ())
-        if tensor.ndim == 2 and all(isinstance(layer, nn.Linear) for layer in used_by):
-            stack[name] = tensor.detach().new_empty((count, *tensor.T.shape)).transpose(1, 2)
-        else:
-            stack[name] = tensor.detach().new_empty((count, *tensor.shape))
-    return stack
-
-
 class StackedScalar:
     """A number of each net, in place of a tensor without axes that a model's code multiplies by.
 

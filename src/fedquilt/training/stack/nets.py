@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedquilt.learning.batch import Batch
-from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.client_loss import ClientLoss, ClientLosses
 from fedquilt.training.objectives import PlainLoss, StackableObjective
 from fedquilt.training.optimizer_settings import OptimizerSettings
 from fedquilt.training.optimizers import WeightOptimizer, make_optimizer
 from fedquilt.training.sgd import differentiate
-from fedquilt.training.stack.layers import make_stack
-from fedquilt.training.stack.program import StackedModel
+from fedquilt.training.stack.program import Program
 
 PLAIN = PlainLoss()
 
@@ -29,28 +27,29 @@ class NetStack:
 
     Args:
         program: Computes all nets.
-        module: One of the nets, for the shapes.
+        tensors: Those of one of the nets, for the shapes.
         count: The number of nets.
         objective: What each net minimizes.
     """
 
     def __init__(
         self,
-        program: StackedModel,
-        module: nn.Module,
+        program: Program,
+        tensors: Mapping[str, Tensor],
         count: int,
         objective: StackableObjective = PLAIN,
     ) -> None:
-        self._program, self._objective = program, objective
-        own = named_tensors(module)
-        self._stack = make_stack(module, own, count)
-        self._weights = [n for n, t in own.items() if t.requires_grad]
+        self._program, self.objective = program, objective
+        self._stack = program.make_stack(tensors, count)
+        self._weights = [n for n, t in tensors.items() if t.requires_grad]
         self.optimizers: list[WeightOptimizer | None] = [None] * count
 
     @torch.no_grad()
-    def load(self, number: int, module: nn.Module, settings: OptimizerSettings) -> WeightOptimizer:
+    def load(
+        self, number: int, tensors: Mapping[str, Tensor], settings: OptimizerSettings
+    ) -> WeightOptimizer:
         """Copies a net into the stack; its new optimizer."""
-        for name, tensor in named_tensors(module).items():
+        for name, tensor in tensors.items():
             self._stack[name][number].copy_(tensor)
         weights = [self._stack[name][number] for name in self._weights]
         optimizer = make_optimizer([w.requires_grad_() for w in weights], settings)
@@ -58,9 +57,9 @@ class NetStack:
         return optimizer
 
     @torch.no_grad()
-    def copy_to(self, number: int, module: nn.Module) -> None:
-        """Copies a net out of the stack into a module."""
-        for name, tensor in named_tensors(module).items():
+    def copy_to(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Copies a net out of the stack."""
+        for name, tensor in tensors.items():
             tensor.copy_(self._stack[name][number])
 
     def step(
@@ -80,9 +79,9 @@ class NetStack:
         """
         part = self._select(numbers)
         weights = [part[name].requires_grad_() for name in self._weights]
-        program = self._program.use(part)
-        inputs, targets = (program.stack(values) for values in zip(*batches, strict=True))
-        values = self._objective.loss(program, (inputs, targets), ClientLosses(losses), generators)
+        nets = self._program.use(part)
+        inputs, targets = (self._program.stack(values) for values in zip(*batches, strict=True))
+        values = self.objective.loss(nets, (inputs, targets), ClientLosses(losses), generators)
         gradients = _divide(differentiate(values.sum(), weights), len(numbers))
         with torch.no_grad():
             self._put_back(numbers, part)

@@ -18,13 +18,18 @@ from fedquilt.federation.threads import single_thread
 from fedquilt.learning.batch import Batch
 from fedquilt.learning.losses import CROSS_ENTROPY, Loss, OutputLoss
 from fedquilt.structure.layout import use_channels_last
-from fedquilt.structure.tensors import Example, find_tensors, map_tensors, to_arguments
+from fedquilt.structure.tensors import (
+    Example,
+    find_tensors,
+    map_tensors,
+    named_tensors,
+    to_arguments,
+)
 from fedquilt.training.client_loss import ClientLoss
-from fedquilt.training.objectives import StackableObjective
-from fedquilt.training.optimizer_settings import OptimizerSettings, SGDSettings
+from fedquilt.training.optimizer_settings import SGDSettings
 from fedquilt.training.stack.layers import UnstackableError
 from fedquilt.training.stack.nets import PLAIN, NetStack
-from fedquilt.training.stack.program import StackedModel, find_program
+from fedquilt.training.stack.program import find_program
 from fedquilt.training.trainer import make_trainer
 
 MIN_SPEED_UP = 1.15  # times quicker than one by one, so that noise does not decide
@@ -47,40 +52,33 @@ class Trial:
 
 
 def try_counts(
-    module: nn.Module,
-    program: StackedModel,
+    step: Callable[[Batch, torch.Generator], object],
+    make_stack: Callable[[int], NetStack],
     batch: Batch,
     loss: ClientLoss,
-    settings: OptimizerSettings,
     *,
     counts: Sequence[int] = COUNTS,
-    objective: StackableObjective = PLAIN,
     is_shared: bool = False,
 ) -> Trial:
     """Times a step of training, one by one and in one pass, on one thread as clients train.
 
     Args:
-        module: One of the nets; it is left as it is.
-        program: Computes several of them.
+        step: Trains one net.
+        make_stack: Makes a stack of as many nets.
         batch: What is learned from.
         loss: What is minimized.
-        settings: Of the optimizer.
         counts: The numbers of nets that are tried.
-        objective: What each net minimizes.
         is_shared: Whether all nets learn from the same batch.
     """
-    nets = [copy.deepcopy(module)]
     generator = torch.Generator()
     with single_thread(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        alone = make_trainer(nets, settings, objective, loss)
-        seconds = {1: _time(lambda: alone.step(batch, generator))}
+        seconds = {1: _time(partial(step, batch, generator))}
         for count in counts:
-            stack = NetStack(program, nets[0], count, objective)
-            for number in range(count):
-                stack.load(number, nets[0], settings)
-            batches = [batch] * (1 if is_shared else count)
-            step = partial(stack.step, range(count), batches, [loss] * count, [generator] * count)
-            seconds[count] = _time(step) / count
+            stack, batches = make_stack(count), [batch] * (1 if is_shared else count)
+            together = partial(
+                stack.step, range(count), batches, [loss] * count, [generator] * count
+            )
+            seconds[count] = _time(together) / count
     best = min((seconds[count] for count in counts), default=math.inf)
     if seconds[1] < MIN_SPEED_UP * best:
         return Trial(1, seconds)
@@ -127,10 +125,17 @@ def should_stack(
         targets = None
         if loss.has_classes:
             trial, targets = loss, torch.zeros(net(*inputs).shape[:-1], dtype=torch.int64)
-    batch, settings = Batch(inputs, targets), SGDSettings(lr=0.0, momentum=0.9, weight_decay=5e-4)
-    found = try_counts(
-        net, program, batch, ClientLoss(trial), settings, counts=(count,), is_shared=True
-    )
+    settings, tensors = SGDSettings(lr=0.0, momentum=0.9, weight_decay=5e-4), named_tensors(net)
+    alone = make_trainer([net], settings, PLAIN, ClientLoss(trial))
+
+    def make_stack(count: int) -> NetStack:
+        stack = NetStack(program, tensors, count)
+        for number in range(count):
+            stack.load(number, tensors, settings)
+        return stack
+
+    batch, client_loss = Batch(inputs, targets), ClientLoss(trial)
+    found = try_counts(alone.step, make_stack, batch, client_loss, counts=(count,), is_shared=True)
     return found.count > 1
 
 
