@@ -65,6 +65,19 @@ class Attention(nn.Module):
         return self.out(self.norm(x + self.mix(heard)).mean(1))
 
 
+class Dropping(nn.Module):
+    """Drops of images, between layers that have them channels last, and of features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3)
+        self.drop, self.out = nn.Dropout(0.3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.drop(self.first(x)).relu())
+        return self.out(self.drop(self.drop(x).mean((2, 3))))
+
+
 def cnn(norm: str) -> nn.Module:
     return make_model("heterofl-cnn", {"width": 1 / 16, "norm": norm, "num_classes": 3})
 
@@ -95,6 +108,13 @@ NETS = {
     ),
     "mixed": (Mixed, signals),
     "attention": (Attention, tokens),
+    "dropout": (Dropping, images),
+    "dropout in rows": (
+        lambda: nn.Sequential(
+            nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 6), nn.Dropout(0.5), nn.Linear(6, 3)
+        ),
+        images,
+    ),
     "dual": (lambda: make_dual(cnn("batch")), images),
 }
 TRAINING = fq.LocalTraining(lr=0.05, epochs=2, batch_size=4)
@@ -162,7 +182,8 @@ def test_gradients_lie_in_memory_as_weights_do(net):
         tensor.zero_()
     names = [name for name, _ in module.named_parameters() if name != "embed.weight"]  # tied
     weights = [stack[name].requires_grad_() for name in names]
-    output = program.use(stack)(*program.stack([inputs, inputs]))
+    draws = [torch.Generator(), torch.Generator()]
+    output = program.use(stack, draws)(*program.stack([inputs, inputs]))
     gradients = torch.autograd.grad(output.sum(), weights, allow_unused=True)
     pairs = zip(gradients, weights, strict=True)
     assert all(g.stride() == w.stride() for g, w in pairs if g is not None)
@@ -320,18 +341,29 @@ class Changed:
         return self._change(x, generator), y
 
 
-def test_data_that_draw_at_random_draw_the_same():
+@pytest.mark.parametrize("net", ["mlp", "dropout"])  # which draws in turn with its data
+def test_data_that_draw_at_random_draw_the_same(net):
     def add_noise(x, generator):  # of the generator of batches, and of PyTorch's default one
         return x + torch.rand(x.shape, generator=generator) + torch.rand(x.shape)
 
-    tasks, context = make_work("mlp", LocalSGD(TRAINING, lr=0.05))
+    tasks, context = make_work(net, LocalSGD(TRAINING, lr=0.05))
     noisy = context.with_data(lambda data, split: Changed(data, add_noise))
     torch.manual_seed(5)
     ours = run_stacked(tasks, noisy)
     assert_same(ours, run_alone(tasks, noisy))
-    plain = run_alone(tasks[:1], context)[0]
-    name = "classifier.bias"
-    assert not torch.allclose(ours[0].update.params[0][name], plain.update.params[0][name])
+    (found,), (plain,) = ours[0].update.params, run_alone(tasks[:1], context)[0].update.params
+    assert not any(torch.allclose(found[name], plain[name]) for name in plain)
+
+
+def test_nets_of_one_client_that_draw_train_in_turn():
+    """In one pass they would draw in another order."""
+    (task,), context = make_work("dropout", LocalSGD(TRAINING, lr=0.05), examples=(8,))
+    bases = tuple(task.subnets[0].with_private(str(i), "*") for i in range(2))
+    found = [
+        replace(task.recipe, stacked=stacked).run(replace(task, subnets=bases), context)
+        for stacked in (True, False)
+    ]
+    assert_same(found[:1], found[1:], tolerance=0)
 
 
 def test_what_a_clients_data_raise_is_its_own_failure():
@@ -412,7 +444,7 @@ class Deciding(Centered):
 @pytest.mark.parametrize(
     ("net", "reason"),
     [
-        (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), "it draws random numbers"),
+        (nn.Sequential(nn.Linear(4, 4), nn.RReLU()), "it draws random numbers"),
         (nn.Sequential(nn.Linear(4, 4), OwnTensor()), "OwnTensor has tensors and no rule"),
         (nn.Sequential(Asking(4, 4)), "Asking has tensors and no rule"),
         (Centered(), "mixes values of different nets"),

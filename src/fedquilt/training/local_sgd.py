@@ -203,11 +203,17 @@ class _Job:
         return program, objective
 
     def find_program(self) -> StackedModel | None:
-        """What computes the client's nets in one pass; None if there is nothing."""
+        """What computes the client's nets in one pass; None if there is nothing.
+
+        Nets that draw would do so in another order than one after another.
+        """
+        if len(self.modules) == 1:
+            return None
         try:
-            return self.require_program()[0] if len(self.modules) > 1 else None
+            program, _ = self.require_program()
         except UnstackableError:
             return None
+        return None if program.draws else program
 
     def restore(self, optimizers: Sequence[WeightOptimizer]) -> OptimizerMemory:
         """Gives optimizers the state of the client's last round, if it is kept."""

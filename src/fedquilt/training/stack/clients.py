@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from fedquilt.data import ClientData
+from fedquilt.devices import is_accelerator
 from fedquilt.federation.client import ClientResult
 from fedquilt.learning.batch import Batch
 from fedquilt.structure.tensors import to_arguments
 from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.context import ClientContext
+from fedquilt.training.device_data import get_device
 from fedquilt.training.scaler import has_hooked_scale, scale_outputs
 from fedquilt.training.settings import LoopSettings
 from fedquilt.training.stack.layers import UnstackableError
@@ -72,11 +74,14 @@ def require_program(
         raise UnstackableError("its loss asks the model itself")
     is_hooked = has_hooked_scale(module)
     with scale_outputs(module, job.context.structure) if scale and not is_hooked else nullcontext():
-        return find_program(
+        program = find_program(
             module,
             lambda: to_arguments(draw_batch(job.examples)[0]),
             in_evaluation=in_evaluation,
         )
+    if program.draws and is_accelerator(get_device(job.examples)):
+        raise UnstackableError("it draws random numbers, on an accelerator from one generator")
+    return program
 
 
 def run_jobs(jobs: Iterable[StackableJob], count: int) -> list[ClientResult | Exception]:
@@ -92,7 +97,9 @@ def run_jobs(jobs: Iterable[StackableJob], count: int) -> list[ClientResult | Ex
         stack = stack or job.make_stack(count)
         job.load(stack, number)
         report = job.context.report_progress
-        member = StackMember(number, job.examples, job.loss, job.loop, job.seed, report)
+        member = StackMember(
+            number, job.examples, job.loss, job.loop, job.seed, stack.draws[number], report
+        )
         loaded.append((job, member))
     assert stack is not None
     train_members(stack, [member for _, member in loaded])

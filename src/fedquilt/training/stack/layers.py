@@ -104,6 +104,33 @@ class StackedScalar:
         return product
 
 
+class StackedDropout:
+    """The forward of ``nn.Dropout`` for several nets, each with random numbers of its own.
+
+    The numbers are those that the net would draw by itself.
+
+    Args:
+        layer: The layer.
+        fold: How inputs are folded.
+    """
+
+    def __init__(self, layer: nn.Dropout, fold: Fold) -> None:
+        self.generators: Sequence[torch.Generator] = ()  # one of each net
+        self._layer, self._axis = layer, 1 if fold == "channels" else 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The input without some of its values."""
+        rate = self._layer.p
+        if not self._layer.training or rate in (0, 1):
+            return F.dropout(x, rate, self._layer.training)
+        nets = x.detach().unflatten(self._axis, (len(self.generators), -1)).unbind(self._axis)
+        kept = [
+            torch.empty_like(net).bernoulli_(1 - rate, generator=generator)
+            for net, generator in zip(nets, self.generators, strict=True)
+        ]
+        return x * torch.cat(kept, self._axis).div_(1 - rate)
+
+
 def _convolve(layer: _ConvNd, own: Tensors, x: Tensor, count: int) -> Tensor:
     weight, bias = _flat(own, "weight"), _flat(own, "bias")
     assert weight is not None

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from fedquilt.data import ClientData
-from fedquilt.devices import seed_generators
 from fedquilt.learning.batch import Batch, as_batch
 from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.device_data import get_device
@@ -33,6 +32,7 @@ class StackMember:
         loss: What its net minimizes.
         settings: Epochs, batches and precision.
         seed: Of its random numbers.
+        draws: Takes the place of PyTorch's default generator for its data and its net.
         report_progress: Hears which part of its work is done.
     """
 
@@ -41,13 +41,14 @@ class StackMember:
     loss: ClientLoss
     settings: LoopSettings
     seed: int
+    draws: torch.Generator
     report_progress: Callable[[float], None]
     problem: Exception | None = field(default=None, init=False)  # its data raised it
 
     def __post_init__(self) -> None:
         self.mean = MeanLoss(get_device(self.examples))
         self._batches: Iterator[Drawn] = draw_batches(self.examples, self.settings, self.seed)
-        self._random_state: Tensor | None = None  # of the default generator, if its data draw
+        self.draws.manual_seed(self.seed)
 
     def draw(self) -> Drawn | None:
         """The next batch, the same as if the client trained alone; None: there is no other."""
@@ -61,12 +62,9 @@ class StackMember:
 
     def _draw_at_random(self) -> Drawn | None:
         with torch.random.fork_rng(devices=[]):
-            if self._random_state is None:
-                seed_generators(self.seed)
-            else:
-                torch.set_rng_state(self._random_state)
+            torch.set_rng_state(self.draws.get_state())
             drawn = next(self._batches, None)
-            self._random_state = torch.get_rng_state()
+            self.draws.set_state(torch.get_rng_state())
         return drawn
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fedquilt.structure.cut import Index, view_cells
@@ -37,14 +38,17 @@ class NestedProgram(nn.Module):
         """Memory for the tensors of several families, not filled."""
         return self._widest.make_stack(tensors, count)
 
-    def use(self, tensors: Mapping[str, Tensor]) -> NestedProgram:
+    def use(
+        self, tensors: Mapping[str, Tensor], generators: Sequence[torch.Generator]
+    ) -> NestedProgram:
         """The same with these tensors of the families; narrow nets have views of wide ones'."""
         for program, places in zip(self._programs, self._places, strict=True):
             program.use(
                 {
                     name: tensors[key] if index is None else view_cells(tensors[key], index)
                     for name, (key, index) in places.items()
-                }
+                },
+                generators,
             )
         return self
 

@@ -43,6 +43,7 @@ class NetStack:
         self._stack = program.make_stack(tensors, count)
         self._weights = [n for n, t in tensors.items() if t.requires_grad]
         self.optimizers: list[WeightOptimizer | None] = [None] * count
+        self.draws = [torch.Generator() for _ in range(count)]  # of nets that draw, as in dropout
 
     @torch.no_grad()
     def load(
@@ -79,7 +80,7 @@ class NetStack:
         """
         part = self._select(numbers)
         weights = [part[name].requires_grad_() for name in self._weights]
-        nets = self._program.use(part)
+        nets = self._program.use(part, [self.draws[number] for number in numbers])
         inputs, targets = (self._program.stack(values) for values in zip(*batches, strict=True))
         values = self.objective.loss(nets, (inputs, targets), ClientLosses(losses), generators)
         gradients = _divide(differentiate(values.sum(), weights), len(numbers))

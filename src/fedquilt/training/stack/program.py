@@ -25,6 +25,7 @@ from fedquilt.training.scaler import OutputScale
 from fedquilt.training.stack.layers import (
     Fold,
     Rule,
+    StackedDropout,
     StackedScalar,
     Tensors,
     UnstackableError,
@@ -45,8 +46,13 @@ class Program(Protocol):
         """Memory for the tensors of several nets, not filled."""
         ...
 
-    def use(self, tensors: Mapping[str, Tensor]) -> nn.Module:
-        """A module that computes the nets with these tensors, whose first axis is the nets."""
+    def use(
+        self, tensors: Mapping[str, Tensor], generators: Sequence[torch.Generator]
+    ) -> nn.Module:
+        """A module that computes the nets with these tensors, whose first axis is the nets.
+
+        Each net draws from a generator of its own.
+        """
         ...
 
     def stack(self, values: Sequence[Any]) -> Any:
@@ -73,6 +79,7 @@ class StackedModel(nn.Module):
         names = {id(tensor): name for name, tensor in named_tensors(self._copy).items()}
         self._layers: list[tuple[_Layer, dict[str, str]]] = []
         self._scalars: list[tuple[StackedScalar, str]] = []
+        self._dropouts: list[StackedDropout] = []
         self._is_linear: dict[str, bool] = {}  # whether only linear layers have the tensor
         for layer in self._copy.modules():
             tensors = {**layer._parameters, **layer._buffers}
@@ -88,6 +95,9 @@ class StackedModel(nn.Module):
                 for name, called in known.items():
                     self._scalars.append((StackedScalar(fold), called))
                     object.__setattr__(layer, name, self._scalars[-1][0])
+            elif isinstance(layer, nn.Dropout) and type(layer).forward is nn.Dropout.forward:
+                self._dropouts.append(StackedDropout(layer, fold))
+                vars(layer)["forward"] = self._dropouts[-1]
             elif own:
                 layer.forward = _Layer(layer, find_rule(layer, fold))
                 self._layers.append((layer.forward, known))
@@ -110,14 +120,28 @@ class StackedModel(nn.Module):
                 stack[name] = tensor.detach().new_empty((count, *tensor.shape))
         return stack
 
-    def use(self, tensors: Mapping[str, Tensor]) -> StackedModel:
-        """The same with these tensors of the nets from now on; their first axis is the nets."""
+    @property
+    def draws(self) -> bool:
+        """Whether nets draw random numbers."""
+        return bool(self._dropouts)
+
+    def use(
+        self, tensors: Mapping[str, Tensor], generators: Sequence[torch.Generator]
+    ) -> StackedModel:
+        """The same with these tensors and generators of the nets from now on.
+
+        Args:
+            tensors: By name; the first axis is the nets.
+            generators: What each net draws from.
+        """
         self._count = len(next(iter(tensors.values())))
         for layer, names in self._layers:
             layer.count = self._count
             layer.own = {name: tensors[known] for name, known in names.items()}
         for scalar, name in self._scalars:
             scalar.values = tensors[name]
+        for dropout in self._dropouts:
+            dropout.generators = generators
         return self
 
     def forward(self, *inputs: Any) -> Any:
@@ -229,13 +253,15 @@ def _check(program: StackedModel, module: nn.Module, inputs: Inputs) -> None:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         before = torch.get_rng_state()
         with _Watcher():
-            output = program.use(stack)(*program.stack(given))
+            draws = [torch.Generator().manual_seed(k) for k in range(CHECKED_NETS)]
+            output = program.use(stack, draws)(*program.stack(given))
         outputs = unstack_values(output, CHECKED_NETS)
         if not before.equal(torch.get_rng_state()):
             raise UnstackableError("it draws random numbers")
         together = _differentiate(sum(map(_weigh, outputs)), stack, weights)
         reference = copy.deepcopy(module).cpu().double()
         for k, (net, arguments) in enumerate(zip(nets, given, strict=True)):
+            torch.default_generator.manual_seed(k)
             expected = call_with_tensors(reference, net, arguments)
             alone = _differentiate(_weigh(expected), net, weights)
             pairs = [

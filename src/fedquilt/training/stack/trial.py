@@ -121,6 +121,8 @@ def should_stack(
             program = find_program(net, lambda: inputs)
         except UnstackableError:
             return False
+        if program.draws:  # in another order than one after another
+            return False
         trial: Loss = OutputLoss(_square_outputs)  # no target is needed to know how long it takes
         targets = None
         if loss.has_classes:
