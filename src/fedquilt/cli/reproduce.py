@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +48,9 @@ def reproduce(
         list[str] | None,
         typer.Option(metavar="ROW", help="A row, or a pattern such as 'LOW*'; again for more."),
     ] = None,
+    done: Annotated[
+        bool, typer.Option("--done", help="Only the table of what is done: no run is started.")
+    ] = False,
     seeds: Annotated[
         str | None, typer.Option(help="Such as 1, or 0,1,5. Left out: as the experiment says.")
     ] = None,
@@ -89,11 +93,11 @@ def reproduce(
             for name, folder in chosen.items():
                 experiment = load_experiment(folder)
                 with TrialLog(console) as log:
-                    done = reproduce_experiment(
+                    result = reproduce_experiment(
                         name,
                         experiment,
                         out / ("quick" if quick else "full") / name,
-                        rows=None if rows is None else choose_rows(experiment, rows),
+                        rows=_choose_rows(experiment, rows, done=done),
                         seeds=_list_seeds(seeds),
                         quick=quick,
                         stored=None if save is None else load(save, name),
@@ -101,16 +105,24 @@ def reproduce(
                         any_code=any_code,
                         on_event=log,
                     )
-                documents[name] = done.to_document()
-                _print(experiment, done, console)
+                documents[name] = result.to_document()
+                _print(experiment, result, console)
                 if save is not None:
-                    store(experiment, done, save)
+                    store(experiment, result, save)
     except KeyboardInterrupt:
         again = write_command(sys.argv[1:])
         print(f"fedquilt: stopped; nothing is lost, go on with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         print_json(documents)
+
+
+def _choose_rows(
+    experiment: Experiment, rows: list[str] | None, *, done: bool
+) -> Sequence[str] | None:
+    if done:
+        return ()
+    return None if rows is None else choose_rows(experiment, rows)
 
 
 def _list_seeds(text: str | None) -> tuple[int, ...] | None:
