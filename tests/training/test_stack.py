@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.data import to_examples
+from fedquilt.learning.batch import Batch
 from fedquilt.models import make_model
 from fedquilt.structure.create import trace_structure
 from fedquilt.structure.structure import NORMS
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import named_tensors
+from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.context import ClientContext
 from fedquilt.training.dualnorm import make_dual
 from fedquilt.training.local_sgd import LocalSGD
@@ -23,6 +27,7 @@ from fedquilt.training.objectives import Adversarial, OnceForAll, PlainLoss
 from fedquilt.training.slimmable import Slimmable
 from fedquilt.training.stack.layers import UnstackableError
 from fedquilt.training.stack.program import find_program
+from fedquilt.training.stack.trial import try_counts
 from fedquilt.training.trainer import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::fedquilt.errors.StructureWarning")
@@ -407,6 +412,22 @@ def test_a_client_that_diverges_changes_no_bit_of_the_others(net, dtype):
     for client in (0, 2, 3):
         ours, theirs = spoiled[client].update.params[0], sound[client].update.params[0]
         assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
+
+
+def test_a_trial_counts_work_and_not_waiting():
+    """Other processes make each wait in turn."""
+
+    def work(*_):
+        started = time.thread_time()
+        while time.thread_time() < started + 0.002:
+            pass
+
+    stack = SimpleNamespace(step=work)
+    batch = Batch(torch.zeros(2), torch.zeros(2))
+    found = try_counts(
+        lambda *_: time.sleep(0.01), lambda _: stack, batch, ClientLoss(), counts=(4,)
+    )
+    assert found.count == 1
 
 
 class Asking(nn.Linear):
