@@ -291,6 +291,8 @@ def test_the_table_has_the_paper_under_each_row_and_names_what_departs(done):
     scaled, plain = list_departures(experiment, result)
     assert "half -8.0" in scaled
     assert "not known" in scaled
+    known = experiment.model_copy(update={"note": "fewer rounds"})
+    assert "fewer rounds" in list_departures(known, result)[0]
     assert "worst -6.0" in plain
     assert "the net is tiny" in plain
     near = {**values, "half": (0.97, 0.995), "worst": (0.96, 0.985)}

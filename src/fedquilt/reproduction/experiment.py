@@ -72,6 +72,8 @@ class Experiment(Section):
     """About how long all runs take on one core."""
     differences: tuple[str, ...] = ()
     """What is not as in the paper, a sentence each."""
+    note: str = "why is not known"
+    """Why values differ from the paper's, for rows that do not say."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """The seeds of each row."""
     settings: dict[str, Any]

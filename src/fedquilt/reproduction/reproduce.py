@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 
 from fedquilt.comparison.progress import ComparisonCallback, ignore_events
@@ -54,34 +55,32 @@ def reproduce(
     store = TrialStore(out, any_code=any_code)
     failed: dict[str, str] = {}
     done: dict[str, list[RunValues]] = {row.name: [] for row in experiment.rows}
-    with store.hold():
-        trials = {
-            (row.name, seed): make_trial(experiment, row, seed, sources, quick=quick)
-            for row in experiment.rows
-            for seed in known
-        }
-        kept = {
-            key: _find_stored(experiment, before, key[0], trial) for key, trial in trials.items()
-        }
-        asked = [
-            (row, seed)
-            for row, seed in trials
-            if seed in chosen
-            and (rows is None or row in rows)
-            and not (any_code and kept[row, seed] is not None)
-        ]
+    trials = {
+        (row.name, seed): make_trial(experiment, row, seed, sources, quick=quick)
+        for row in experiment.rows
+        for seed in known
+    }
+    kept = {key: _find_stored(experiment, before, key[0], trial) for key, trial in trials.items()}
+    asked = [
+        (row, seed)
+        for row, seed in trials
+        if seed in chosen
+        and (rows is None or row in rows)
+        and not (any_code and kept[row, seed] is not None)
+    ]
+    with store.hold() if asked else nullcontext():
         outcomes = run_trials(
             [trials[key] for key in asked], store, workers=workers, on_event=on_event
         )
-        for (row, _), outcome in zip(asked, outcomes, strict=True):
-            if isinstance(outcome, FailedTrial):
-                failed[row] = outcome.problem
-        for key, trial in trials.items():
-            address = compute_address(trial)
-            result = store.find_result(address)
-            values = kept[key] if result is None else _read_run(experiment, address, result)
-            if values is not None:
-                done[key[0]].append(values)
+    for (row, _), outcome in zip(asked, outcomes, strict=True):
+        if isinstance(outcome, FailedTrial):
+            failed[row] = outcome.problem
+    for key, trial in trials.items():
+        address = compute_address(trial)
+        result = store.find_result(address)
+        values = kept[key] if result is None else _read_run(experiment, address, result)
+        if values is not None:
+            done[key[0]].append(values)
     if failed and len(failed) == len({row for row, _ in asked}):
         raise TrainingError(f"{name}: runs of every row failed; {next(iter(failed.values()))}")
     finished = [RowResult(row, tuple(r)) for row, r in done.items() if r and row not in failed]

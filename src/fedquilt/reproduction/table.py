@@ -161,7 +161,7 @@ def list_departures(experiment: Experiment, done: Reproduction) -> list[str]:
             if abs(difference) > CLEAR * error:
                 found.append(f"{column.name} {difference:+.1f}")
         if found:
-            reason = row.note or "why is not known"
+            reason = row.note or experiment.note
             sentences.append(f"{row.name}: {', '.join(found)} against the paper; {reason}.")
     return sentences
 
