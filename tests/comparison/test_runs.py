@@ -240,6 +240,49 @@ def test_a_run_that_fails_is_a_row_with_its_sentence_and_the_others_go_on(worker
     assert table.rows[0].variant == "good"
 
 
+def test_a_run_in_a_process_that_starts_anew_has_the_bits_of_this_one(monkeypatch):
+    """As on macOS and Windows: classes and functions that no module has are sent."""
+    monkeypatch.setattr("fedquilt.comparison.queue.choose_start_method", lambda: "spawn")
+    slope = 0.25
+
+    class Leaky(torch.nn.Module):
+        def forward(self, x):
+            return x.relu() + slope * x
+
+    class Halved(fq.HeteroFL):
+        def choose_width(self, setup, round, client):
+            return super().choose_width(setup, round, client) / 2
+
+    data = (torch.rand(24, 4), torch.arange(24) % 3)
+    clients = fq.make_clients(data, test=data, count=2, budgets=(1.0, 0.5))
+
+    def make_model():
+        return torch.nn.Sequential(torch.nn.Linear(4, 8), Leaky(), torch.nn.Linear(8, 3))
+
+    methods = {"halved": Halved(fq.LocalTraining(epochs=1))}
+    here, anew = (
+        fq.compare(make_model, data[0][:1], methods, clients, 2, seeds=1, workers=workers)
+        for workers in (0, 1)
+    )
+    assert list(anew) == list(here)
+    assert next(iter(here))["problem"] is None
+
+
+def test_what_no_new_process_can_get_is_said_before_a_run_starts(monkeypatch, tmp_path):
+    monkeypatch.setattr("fedquilt.comparison.queue.choose_start_method", lambda: "spawn")
+    data = (torch.rand(24, 4), torch.arange(24) % 3)
+    clients = fq.make_clients(data, test=data, count=2)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    with (tmp_path / "log").open("w") as log:
+
+        def make_model():
+            log.write("made")
+            return model
+
+        with pytest.raises(fq.FedquiltError, match=r"data and methods of .* workers = 0"):
+            fq.compare(make_model, data[0][:1], ["fedavg"], clients, 1, seeds=1, workers=1)
+
+
 def test_a_run_whose_process_dies_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("COMPARING", str(os.getpid()))
     table, log = run(

@@ -1,22 +1,22 @@
-"""Runs of a comparison, queued over the cores: one process each, where processes can be forked.
+"""Runs of a comparison, queued over the cores: one process each.
 
-A process that is forked has the model, the data and the methods of its parent, so nothing needs to
-be sent or imported. Every run has one thread, and the bits that it would have alone.
+A process that is forked has the model, the data and the methods of its parent. One that starts anew
+loads them from a file, which all runs share. Every run has one thread, and the bits that it would
+have alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import torch
 
@@ -34,7 +34,16 @@ from fedquilt.comparison.spending import Device
 from fedquilt.comparison.store import TrialStore
 from fedquilt.comparison.trial import Address, Trial, compute_address
 from fedquilt.engines.client_work import describe_exception
-from fedquilt.engines.processes import exit_with_parent, retain_freed_memory
+from fedquilt.engines.processes import (
+    ForkedInput,
+    ProcessInput,
+    StoredInput,
+    choose_start_method,
+    exit_with_parent,
+    retain_freed_memory,
+    start_process,
+)
+from fedquilt.engines.scratch import ScratchDirectory
 from fedquilt.errors import FedquiltError
 from fedquilt.runs.engines import count_cores
 
@@ -49,6 +58,8 @@ class FailedTrial:
 
 
 Outcome = TrialResult | FailedTrial
+Trials = tuple[tuple[Trial, Address], ...]
+StoredTrials = ForkedInput[Trials] | StoredInput[Trials]
 
 
 def run_trials(
@@ -84,7 +95,7 @@ def run_trials(
     on_event(TrialsQueued(purpose, len(unique), len(outcomes)))
     count = count_cores() if workers is None else workers
     queue = _Queue(deque(waiting), store, device or Device(), on_event, outcomes)
-    if count == 0 or sys.platform != "linux" or any(t.device != "cpu" for t, _ in waiting):
+    if count == 0 or any(trial.device != "cpu" for trial, _ in waiting):
         queue.run_here()
     else:
         queue.run_in_processes(min(count, len(waiting)))
@@ -128,26 +139,30 @@ class _Queue:
 
     def run_in_processes(self, count: int) -> None:
         """Keeps so many processes busy; stops them all if this one is stopped."""
+        method = choose_start_method()
         running: list[_Running] = []
+        scratch = ScratchDirectory()
         try:
+            path, what = scratch.make_path("runs-"), "the models, data and methods of a comparison"
+            stored = ProcessInput(tuple(self.waiting), path, what).for_method(method)
+            numbers = itertools.count()
             while self.waiting or running:
                 while self.waiting and len(running) < count:
-                    running.append(self._start(*self.waiting.popleft()))
+                    running.append(self._start(method, stored, next(numbers)))
                 ready = connection.wait([one.pipe for one in running])
                 for one in [one for one in running if one.pipe in ready]:
                     if self._receive(one, len(running) - 1):
                         running.remove(one)
         finally:
             _stop(running)
+            scratch.close()
 
-    def _start(self, trial: Trial, address: Address) -> _Running:
-        context: Any = multiprocessing.get_context("fork")
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_run_process,
-            args=(theirs, trial, address, self.store, self.device, os.getpid()),
-        )
-        process.start()
+    def _start(self, method: str, stored: StoredTrials, number: int) -> _Running:
+        """Starts the first run that waits, which is the one with this number."""
+        trial, address = self.waiting.popleft()
+        ours, theirs = multiprocessing.get_context(method).Pipe(duplex=False)
+        args = (theirs, stored, number, self.store, self.device, os.getpid())
+        process = start_process(method, _run_process, args, daemon=False)
         theirs.close()
         return _Running(trial, address, process, ours)
 
@@ -177,7 +192,12 @@ class _Queue:
 
 
 def _run_process(
-    pipe: Connection, trial: Trial, address: Address, store: TrialStore, device: Device, parent: int
+    pipe: Connection,
+    stored: StoredTrials,
+    number: int,
+    store: TrialStore,
+    device: Device,
+    parent: int,
 ) -> None:
     """The main function of a process: does one run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends this process
@@ -187,14 +207,23 @@ def _run_process(
     torch.set_num_threads(1)
     message: FailedTrial | None = None
     try:
+        trial, address = stored.load()[number]
         execute_trial(
-            trial, address, store, device, on_round=lambda done, total: pipe.send((done, total))
+            trial, address, store, device, on_round=lambda *progress: _send(pipe, progress)
         )
     except KeyboardInterrupt:
         os._exit(1)
     except Exception as problem:
         message = FailedTrial(describe_problem(problem))
-    pipe.send(message)
+    _send(pipe, message)
+
+
+def _send(pipe: Connection, message: object) -> None:
+    """Sends a message; if the comparison was killed, this process ends."""
+    try:
+        pipe.send(message)
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(1)
 
 
 def describe_problem(problem: Exception) -> str:
