@@ -288,6 +288,11 @@ def test_the_table_has_the_paper_under_each_row_and_names_what_departs(done):
     ]
     assert section.cells[0][1] == "91.0 ± 1.4"
     assert section.cells[3][1:3] == ("98.0", "97.0")
+    columns = tuple(Column(name=f"{i}") for i in range(9))
+    many = experiment.model_copy(update={"columns": columns, "curves": ()})
+    wide = make_section(many, make_result(many, {c.name: (0.9, 0.92) for c in columns}))
+    assert wide.header == ("", "scaled", "in the paper", "plain", "in the paper")
+    assert wide.cells[8] == ("8", "91.0 ± 1.4", "-", "91.0 ± 1.4", "-")
     scaled, plain = list_departures(experiment, result)
     assert "half -8.0" in scaled
     assert "not known" in scaled

@@ -16,6 +16,7 @@ from fedquilt.formatting import format_count
 from fedquilt.reproduction.experiment import Column, Experiment, ExperimentRow
 
 PAPER = "in the paper"
+MOST_COLUMNS = 8  # of a table that has a line for each row
 CLEAR = 2.0  # standard errors: what is further from the paper is named
 
 
@@ -110,19 +111,20 @@ def _read_run(document: Mapping[str, Any]) -> RunValues:
 
 
 def make_section(experiment: Experiment, done: Reproduction) -> Section:
-    """The table: a line for each row, and under it the paper's values where it has some."""
-    cells = []
+    """The table: a line for each row, and under it the paper's values where it has some.
+
+    With many columns it is the other way round: a line for each column.
+    """
+    lines = [("", *(column.name for column in experiment.columns))]
     for row, result in _pair_rows(experiment, done):
-        cells.append(
-            (
-                _label(experiment, result),
-                *(_format(column, result) for column in experiment.columns),
-            )
-        )
+        values = (_format(column, result) for column in experiment.columns)
+        lines.append((_label(experiment, result), *values))
         if row.paper and not done.is_quick:
             theirs = (_format_value(c, row.paper.get(c.name)) for c in experiment.columns)
-            cells.append((PAPER, *theirs))
-    header = ("", *(column.name for column in experiment.columns))
+            lines.append((PAPER, *theirs))
+    if len(experiment.columns) > MOST_COLUMNS:
+        lines = list(zip(*lines, strict=True))
+    header, *cells = lines
     return Section(experiment.title, header, tuple(cells))
 
 
