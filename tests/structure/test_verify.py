@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
+from torch import nn
 
 from fedquilt.errors import StructureError
+from fedquilt.structure import memory
+from fedquilt.structure.create import trace_structure
 from fedquilt.structure.groups import Group, Span
 from fedquilt.structure.structure import Structure
+from fedquilt.structure.trace.tracer import trace_model
+from fedquilt.structure.verify import checks, probe
 from fedquilt.structure.verify.checks import verify_structure
 
 from .nets import ZOO, structured
@@ -64,6 +72,40 @@ def test_any_axis_with_channels_out_of_place_is_refused(name, breaking):
         broken = with_axis(structure, tensor, dim, (breaking(axis[0]), *axis[1:]))
         with pytest.raises(StructureError):
             verify_structure(model, broken, example)
+
+
+@pytest.mark.parametrize("name", ["residual", "encoder"])
+def test_a_probe_that_shares_large_weights_sees_channels_out_of_place(name, monkeypatch):
+    monkeypatch.setattr(probe, "MIN_OFFLOADED_BYTES", 256)
+    monkeypatch.setattr(checks, "make_probe", partial(probe.make_probe, share=True))
+    model, structure, example = traced(name)
+    before = copy.deepcopy(model.state_dict())
+    shared = probe.make_probe(model, example, share=True).model
+    addresses = {tensor.data_ptr() for tensor in model.parameters()}
+    assert {weight.data_ptr() in addresses for weight in shared.parameters()} == {True, False}
+    verify_structure(model, structure, example)
+    for tensor, dim in cut_axes(structure):
+        axis = structure.axes[tensor][dim]
+        broken = with_axis(structure, tensor, dim, (swapped(axis[0]), *axis[1:]))
+        with pytest.raises(StructureError):
+            verify_structure(model, broken, example)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_weights_of_a_large_model_are_shared_unless_it_writes_to_them(writes, monkeypatch):
+    class Clamped(nn.Linear):
+        def forward(self, x):
+            if writes:
+                self.weight.data.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    monkeypatch.setattr(memory, "MIN_LARGE_BYTES", 0)
+    model = nn.Sequential(Clamped(4, 8), nn.ReLU(), Clamped(8, 2))
+    before = copy.deepcopy(model.state_dict())
+    assert trace_model(model, torch.zeros(1, 4)).keeps_weights != writes
+    assert trace_structure(model, torch.zeros(1, 4)).cut_groups() == ["0"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,7 +15,7 @@ from fedquilt.structure.computed import detach_computed
 from fedquilt.structure.cut import build_module, compute_shapes
 from fedquilt.structure.declare import build_declared
 from fedquilt.structure.layout import is_safe, supports_channels_last
-from fedquilt.structure.memory import is_large, release_freed_memory
+from fedquilt.structure.memory import is_large, release_freed_memory, trim_memory
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.supported import require_supported
@@ -30,7 +30,7 @@ from fedquilt.structure.verify.checks import (
     check_training,
     verify_structure,
 )
-from fedquilt.structure.verify.probe import Probe, count_halves, make_half_probe, make_probe
+from fedquilt.structure.verify.probe import Probe, count_halves, make_probe
 from fedquilt.structure.verify.shuffles import check_shuffles
 
 MAX_TRIES = 32  # combinations of size attributes that are verified, for each reading of a trace
@@ -119,26 +119,36 @@ def _find_structure(
     first: StructureError | None = None
     for choices, plain, trace in _trace(model, example, exclude):
         _require_something_to_cut(plain, model, exclude)
+        if is_large(model):
+            release_freed_memory()  # of the copy that was traced
         sized = find_size_attributes(plain, trace, model, keep_numbers)
         for structure in itertools.islice(sized, MAX_TRIES):
-            probe = probe or make_probe(model, example)
+            probe = probe or make_probe(model, example, share=trace.keeps_weights)
             try:
-                check_subnets(structure, probe)
+                small_probe = check_subnets(structure, probe)
                 check_shuffles(structure, probe)
+                _trim(model)
                 check_training(model, structure, example, probe)
+                _trim(model)
                 small = check_retrace(model, structure, example, exclude, choices, probe)
                 check_size_attributes(structure, trace, small)
             except StructureError as problem:
                 first = first or problem
             else:
-                small_probe = make_half_probe(structure, probe)
                 del probe  # it is as large as the model
                 _warn_of_uncut_axes(structure)
                 is_last = _supports_channels_last(model, structure, example)
                 structure = replace(structure, channels_last=is_last)
+                _trim(model)
                 return add_blocks(model, structure, example, blocks, small_probe)
     assert first is not None
     raise first
+
+
+def _trim(model: nn.Module) -> None:
+    """Gives back the memory of subnets that are no longer needed, if it matters."""
+    if is_large(model):
+        trim_memory()
 
 
 def _trace(model: nn.Module, example: Example, exclude: tuple[str, ...]) -> Iterator[Reading]:

@@ -75,3 +75,4 @@ class Trace:
     passes: list[TracedPass] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)  # of the reasons for being frozen, from 1
     unused: list[str] = field(default_factory=list)  # tensors that the passes do not meet
+    keeps_weights: bool = False  # whether a large model is known not to write to its weights

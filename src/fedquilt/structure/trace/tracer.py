@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -21,6 +22,7 @@ from fedquilt.structure.dispatch import (
     get_base_name,
     tracing_mode,
 )
+from fedquilt.structure.memory import is_large
 from fedquilt.structure.tensors import (
     Example,
     find_tensors,
@@ -45,7 +47,7 @@ def trace_model(
     The model runs in evaluation mode and, if it can, in training mode, where it may do more.
     ``exclude`` names modules that are never cut.
     """
-    model = copy.deepcopy(model)
+    given, model = model, copy.deepcopy(model)
     tracer = Tracer(model, exclude, choices or Choices())
     with tracer.track_modules(model), tracing_mode():
         outputs = [tracer.run(to_arguments(example))]
@@ -53,7 +55,11 @@ def trace_model(
             with suppress(Exception):  # not every model can be trained on such a batch
                 outputs.append(tracer.run(inputs, training=True))
                 break
-    return tracer.finish(outputs)
+    trace = tracer.finish(outputs)
+    if is_large(model):
+        pairs = zip(given.parameters(), model.parameters(), strict=True)
+        trace.keeps_weights = all(torch.equal(before, after) for before, after in pairs)
+    return trace
 
 
 LAYOUT = frozenset(

@@ -53,8 +53,11 @@ def verify_structure(model: nn.Module, structure: Structure, example: Example) -
     check_training(model, structure, example, probe)
 
 
-def check_subnets(structure: Structure, probe: Probe) -> None:
-    """Raises unless subnets of several widths run and equal the masked model (checks 2 and 3)."""
+def check_subnets(structure: Structure, probe: Probe) -> Probe:
+    """The probe of a subnet of half width.
+
+    Raises unless subnets of several widths run and equal the masked model (checks 2 and 3).
+    """
     has_large = is_large(probe.model)
     uneven = _draw_uneven_subnets(structure, LARGE_PART if has_large else 1.0)
     for subnet in (*uneven, *map(structure.subnet, WIDTHS)):
@@ -63,9 +66,10 @@ def check_subnets(structure: Structure, probe: Probe) -> None:
             _check_masked(structure, subnet, probe, outputs)
         if has_large:
             trim_memory()  # of the built subnet
-    if not structure.is_exact:  # it cannot be compared with the masked model
-        small = make_half_probe(structure, probe)
+    small = make_half_probe(structure, probe)
+    if not (structure.is_exact and probe.has_noise):  # the masked model does not say enough
         check_shuffles(narrow_structure(structure, small.counts), small)
+    return small
 
 
 def _draw_uneven_subnets(structure: Structure, largest: float) -> list[Subnet]:

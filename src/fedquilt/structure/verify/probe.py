@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedquilt.errors import StructureError
 from fedquilt.structure.cut import build_module
 from fedquilt.structure.dispatch import NOISE, Interceptor, get_base_name, unfused_kernels
+from fedquilt.structure.memory import MIN_OFFLOADED_BYTES, is_large, trim_memory
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import Example, find_tensors, named_tensors, to_arguments
@@ -33,15 +34,22 @@ class Probe:
     counts: Mapping[str, int] = field(
         default_factory=dict
     )  # of channels per group, if the model is a subnet
+    has_noise: bool = True  # in all tensors; otherwise large ones are those of the user's model
 
 
-def make_probe(model: nn.Module, example: Example) -> Probe:
-    """Makes a probe, in double precision and on random inputs where the model allows it."""
+def make_probe(model: nn.Module, example: Example, *, share: bool = False) -> Probe:
+    """Makes a probe, in double precision and on random inputs where the model allows it.
+
+    With ``share`` the probe has the large weights of the model itself, where a copy would take too
+    much memory. The model must be one that does not write to its weights when it runs.
+    """
     problem: Exception | None = None
-    is_large = sum(weight.numel() for weight in model.parameters()) > MAX_DOUBLE_WEIGHTS
-    precisions = (False,) if is_large else (True, False)
+    size = sum(weight.numel() for weight in model.parameters())
+    precisions = (False,) if share or size > MAX_DOUBLE_WEIGHTS else (True, False)
     for double, inputs in itertools.product(precisions, (_make_random_inputs, to_arguments)):
-        randomized = _randomize_channels(model, double=double)
+        shared = _list_shareable(model) if share else []
+        randomized = _copy_sharing(model, shared).eval()
+        _randomize_channels(randomized, double=double, keep=shared)
         given = tuple(
             x.double() if double and isinstance(x, Tensor) and x.is_floating_point() else x
             for x in inputs(example)
@@ -52,24 +60,31 @@ def make_probe(model: nn.Module, example: Example) -> Probe:
             problem = failure
             continue
         if all(bool(out.isfinite().any()) for out in expected):
-            return Probe(randomized, given, expected)
+            return Probe(randomized, given, expected, has_noise=not share)
     raise StructureError(
         "the model does not run on its example to a finite output of tensors, so that nothing can "
         f"be checked; give an example on which it does ({problem or 'the output is not finite'})"
     ) from problem
 
 
-def _randomize_channels(model: nn.Module, *, double: bool) -> nn.Module:
-    """A copy in which no two channels are alike."""
-    randomized = copy.deepcopy(model).eval()
+def _list_shareable(model: nn.Module) -> list[Tensor]:
+    """Large weights whose channels differ, as they do unless all values are equal."""
+    large = (weight for weight in model.parameters() if weight.nbytes >= MIN_OFFLOADED_BYTES)
+    return [weight for weight in large if not _is_flat(weight)]
+
+
+def _randomize_channels(
+    model: nn.Module, *, double: bool = False, keep: Sequence[Tensor] = ()
+) -> None:
+    """Changes the values of a model so that no two channels are alike, but for those to keep."""
     if double:
-        randomized = randomized.double()
+        model.double()
+    kept = {tensor.data_ptr() for tensor in keep}
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for tensor in named_tensors(randomized).values():
-            if tensor.is_floating_point():
+        for tensor in named_tensors(model).values():
+            if tensor.is_floating_point() and tensor.data_ptr() not in kept:
                 _add_noise(tensor, generator)
-    return randomized
 
 
 def _add_noise(tensor: Tensor, generator: torch.Generator) -> None:
@@ -117,6 +132,8 @@ def run_model(
         else:
             with _TensorReplacer(model, replace):
                 outputs = find_tensors(model(*inputs))
+    if is_large(model):
+        trim_memory()
     if not outputs:
         raise StructureError("its output holds no tensors; give them as a tuple, list or dict")
     return outputs
@@ -188,11 +205,13 @@ def _is_close_tensor(left: Tensor, right: Tensor) -> bool:
 
 
 def make_half_probe(structure: Structure, probe: Probe) -> Probe:
-    """The probe of a subnet with half of the channels."""
+    """The probe of a subnet with half of the channels, which all differ."""
     counts = dict(count_halves(structure))
     small = build_module(
         probe.model, structure, Subnet.from_channels({g: range(n) for g, n in counts.items()})
     )
+    if not probe.has_noise:
+        _randomize_channels(small)
     return Probe(small, probe.inputs, run_model(small, probe.inputs), counts)
 
 
@@ -213,8 +232,12 @@ def drop_one(size: int) -> int:
 
 def copy_sharing_weights(model: nn.Module) -> nn.Module:
     """A copy that shares the weights' memory but not the buffers, which training changes."""
+    return _copy_sharing(model, model.parameters())
+
+
+def _copy_sharing(model: nn.Module, weights: Iterable[Tensor]) -> nn.Module:
+    """A copy that shares the memory of some weights."""
     shared: dict[int, Any] = {
-        id(weight): nn.Parameter(weight.detach(), weight.requires_grad)
-        for weight in model.parameters()
+        id(weight): nn.Parameter(weight.detach(), weight.requires_grad) for weight in weights
     }
     return copy.deepcopy(model, shared)
