@@ -385,6 +385,9 @@ def test_the_command_lists_runs_and_stores(done, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["reproduce", "papr", "--experiments", str(folder)])
     assert "did you mean 'paper" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["reproduce", "paper", "--experiments", str(folder), "--seeds", "0"])
+    assert "--seeds 0 is no run at all" in capsys.readouterr().err
 
 
 def test_an_experiment_is_documented_by_its_schema():

@@ -118,7 +118,13 @@ def _name_folder(config: Path | None, document: Mapping[str, Any]) -> str:
 
 
 def parse_seeds(text: str | None) -> int | tuple[int, ...] | None:
-    """A number of seeds, or the seeds themselves."""
+    """A number of seeds, or the seeds themselves.
+
+    >>> parse_seeds("3"), parse_seeds("0,"), parse_seeds("1,5")
+    (3, (0,), (1, 5))
+    """
+    if text == "0":
+        raise ConfigError("--seeds 0 is no run at all; write 1 for one seed, or 0, for the seed 0")
     try:
         if text is None or text.isdigit():
             return None if text is None else int(text)
