@@ -25,7 +25,7 @@ from fedquilt.reproduction.experiment import (
     find_experiments,
     load_experiment,
 )
-from fedquilt.reproduction.reading import read_column
+from fedquilt.reproduction.reading import read_column, read_columns
 from fedquilt.reproduction.reproduce import make_trial, reproduce
 from fedquilt.reproduction.store import load, store
 from fedquilt.reproduction.table import (
@@ -179,6 +179,22 @@ def test_runs_are_scored_as_the_experiment_says(done, tmp_path):
     assert own["robust"] == largest["robust_accuracy"]
     assert own["clean"] == largest["user_accuracy"]
     assert own["robust"] < own["clean"]
+
+
+def test_a_column_that_some_runs_lack_has_a_dash(done):
+    experiment, _, out, _ = done
+    trial = make_trial(experiment, experiment.rows[0], 0, LoadedSources(), quick=False)
+    result = TrialStore(out).find_result(compute_address(trial))
+    own = Column(name="own nets", score="personal_accuracy")
+    with pytest.raises(ConfigError, match="personal_accuracy"):
+        read_columns([own], result)
+    sent = Column(name="sent", score="bytes_up", unit="MB")
+    columns = (own.model_copy(update={"is_optional": True}), sent)
+    values = read_columns(columns, result)
+    assert values == {"sent": result.spent.bytes_up}
+    table = experiment.model_copy(update={"columns": columns, "curves": ()})
+    cells = make_section(table, make_result(table, {"sent": (2.5e6, 2.5e6)})).cells
+    assert cells[0] == ("scaled", "-", "2.5 ± 0")
 
 
 def test_a_column_reads_one_point_of_the_dial(done):

@@ -16,6 +16,7 @@ from fedquilt.settings.schema import Section
 from fedquilt.settings.toml import read_toml
 
 FILE = "experiment.toml"
+SCALES = {"%": 100.0, "MB": 1e-6}
 
 
 class Column(Section):
@@ -34,7 +35,15 @@ class Column(Section):
     round: int | None = None
     """The round whose evaluation counts. Left out: the finished model."""
     unit: str = "%"
-    """With %, a fraction is written in percent. Otherwise the value is written as it is."""
+    """With %, a fraction is written in percent, and with MB, bytes in millions. Otherwise the value
+    is written as it is."""
+    is_optional: bool = False
+    """Whether runs may lack this score; they have a dash."""
+
+    @property
+    def scale(self) -> float:
+        """What values are multiplied by when they are written."""
+        return SCALES.get(self.unit, 1.0)
 
 
 class Curve(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -10,6 +10,18 @@ from typing import Any
 from fedquilt.comparison.results import TrialResult
 from fedquilt.errors import ConfigError, describe_unknown
 from fedquilt.reproduction.experiment import Column, Curve
+
+
+def read_columns(columns: Sequence[Column], result: TrialResult) -> dict[str, float]:
+    """The values of all columns; without those that are optional and that the run does not have."""
+    values = {}
+    for column in columns:
+        try:
+            values[column.name] = read_column(column, result)
+        except ConfigError:
+            if not column.is_optional:
+                raise
+    return values
 
 
 def read_column(column: Column, result: TrialResult) -> float:

@@ -14,7 +14,7 @@ from fedquilt.comparison.store import TrialStore
 from fedquilt.comparison.trial import Address, ConfiguredTrial, compute_address
 from fedquilt.errors import FedquiltError, TrainingError
 from fedquilt.reproduction.experiment import Experiment, ExperimentRow
-from fedquilt.reproduction.reading import read_column, read_curve
+from fedquilt.reproduction.reading import read_columns, read_curve
 from fedquilt.reproduction.table import Reproduction, RowResult, RunValues
 from fedquilt.runs.environment import read_environment
 from fedquilt.settings.load import load_config, override_settings
@@ -95,7 +95,7 @@ def _find_stored(
     """Values that were stored of this run, if none is missing."""
     run = stored.find(row, compute_address(trial).content)
     is_whole = run is not None and (
-        all(column.name in run.values for column in experiment.columns)
+        all(column.name in run.values or column.is_optional for column in experiment.columns)
         and all(curve.name in run.curves for curve in experiment.curves)
     )
     return run if is_whole else None
@@ -108,7 +108,7 @@ def _read_run(experiment: Experiment, address: Address, result: TrialResult) -> 
         result.made_by["commit"],
         result.rounds,
         round(result.wall_seconds, 1),
-        {column.name: read_column(column, result) for column in experiment.columns},
+        read_columns(experiment.columns, result),
         {curve.name: read_curve(curve, result) for curve in experiment.curves},
     )
 

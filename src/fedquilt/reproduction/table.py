@@ -51,8 +51,8 @@ class RowResult:
     runs: tuple[RunValues, ...]
 
     def get_values(self, column: str) -> tuple[float, ...]:
-        """The values of a column, one for each seed."""
-        return tuple(run.values[column] for run in self.runs)
+        """The values of a column, one for each seed; none if these runs do not have it."""
+        return tuple(run.values[column] for run in self.runs if column in run.values)
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,8 @@ def list_departures(experiment: Experiment, done: Reproduction) -> list[str]:
             theirs, ours = row.paper.get(column.name), Estimate.of(result.get_values(column.name))
             if theirs is None or ours is None or ours.deviation is None:
                 continue
-            scale = 100 if column.unit == "%" else 1
-            error = scale * ours.deviation / math.sqrt(len(result.runs))
-            difference = scale * ours.mean - theirs
+            error = column.scale * ours.deviation / math.sqrt(len(result.runs))
+            difference = column.scale * ours.mean - theirs
             if abs(difference) > CLEAR * error:
                 found.append(f"{column.name} {difference:+.1f}")
         if found:
@@ -210,11 +209,10 @@ def _format(column: Column, result: RowResult) -> str:
     estimate = Estimate.of(result.get_values(column.name))
     if estimate is None:
         return "-"
-    scale = 100 if column.unit == "%" else 1
-    text = _format_value(column, scale * estimate.mean)
+    text = _format_value(column, column.scale * estimate.mean)
     if estimate.deviation is None:
         return text
-    return f"{text} ± {_format_value(column, scale * estimate.deviation)}"
+    return f"{text} ± {_format_value(column, column.scale * estimate.deviation)}"
 
 
 def _format_value(column: Column, value: float | None) -> str:
