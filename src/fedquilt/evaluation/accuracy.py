@@ -34,7 +34,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fedquilt.engines.engine import Engine
 from fedquilt.errors import ConfigError, TrainingError
@@ -108,34 +108,28 @@ def evaluate(
     sizes = widths or method.sizes(setup)
     ensembles = [method.ensemble(setup, state, width) for width in sizes]
     subnets = tuple(dict.fromkeys(itertools.chain.from_iterable(ensembles)))  # each once
-    has_statistics = method.has_statistics(setup)
+    has_statistics = method.has_statistics(setup) or bool(method.local_params)
     recipe = Evaluate(
         ensembles=tuple(tuple(map(subnets.index, ensemble)) for ensemble in ensembles),
         local_params=method.local_params,
         robustness=robustness,
         attack=attack,
         scale=method.scales_outputs,
-        batch_statistics=batch_statistics or not (has_statistics or method.local_params),
+        batch_statistics=batch_statistics or not has_statistics,
         metrics=setup.task.numbers,
         split=split,
     )
-    only_statistics = bool(method.local_params) and shares_weights(setup, method)
-    by_clients = bool(testers) and only_statistics and not has_statistics
-    shared: list[Task] = []
-    if has_server_test and not by_clients:
-        is_global = only_statistics and has_statistics
-        for_server = replace(recipe, local_params=()) if is_global else recipe
-        shared = _make_server_tasks(setup, state, subnets, for_server)
-    own = [
-        _make_client_task(setup, state, setup.registry[row], subnets, recipe)
-        for row in setup.registry.find_rows(testers).tolist()
-    ]
+    tasks = _plan_tasks(
+        setup, method, state, subnets, recipe, has_server_test=has_server_test, testers=testers
+    )
     refreshed: list[Task] = []
     if personal_statistics and method.personal_statistics is not None:
-        refreshed = _refresh_statistics(own, method.personal_statistics)
-    results = list(_validate_results(setup, state, engine, [*shared, *own, *refreshed]))
-    on_shared, on_own = results[: len(shared)], results[len(shared) : len(shared) + len(own)]
-    on_refreshed = [r for r in results[len(shared) + len(own) :] if isinstance(r, Update)]
+        refreshed = _refresh_statistics(tasks.own, method.personal_statistics)
+    every = [*tasks.shared, *tasks.own, *refreshed]
+    results = list(_validate_results(setup, state, engine, every))
+    num_shared, num_first = len(tasks.shared), len(tasks.shared) + len(tasks.own)
+    on_shared, on_own = results[:num_shared], results[num_shared:num_first]
+    on_refreshed = [r for r in results[num_first:] if isinstance(r, Update)]
     _refuse_unknown(on_shared)
     for result in results:
         if isinstance(result, Failure):
@@ -150,7 +144,7 @@ def evaluate(
             return chosen
         return _mean_over_clients(learned, on_refreshed if refreshed else answered, point)
 
-    everywhere = answered if by_clients and has_server_test else on_shared
+    everywhere = on_shared if tasks.shared or not has_server_test else answered
     domains = _list_domains(setup.registry, answered)
     price = functools.partial(compute_ensemble_cost, setup, memory=False)
     return [
@@ -162,6 +156,40 @@ def evaluate(
         )
         for i, (dial, (width, ensemble)) in enumerate(points)
     ]
+
+
+@dataclass(frozen=True)
+class _Tasks:
+    """What is evaluated: on held-out data that all share, and on clients' own."""
+
+    shared: list[Task]
+    own: list[Task]
+
+
+def _plan_tasks(
+    setup: Setup,
+    method: Method,
+    state: State,
+    subnets: tuple[Subnet, ...],
+    recipe: Evaluate,
+    *,
+    has_server_test: bool,
+    testers: Collection[int],
+) -> _Tasks:
+    """Held-out data are not needed if clients have them and their own statistics."""
+    has_statistics = method.has_statistics(setup)
+    only_statistics = bool(method.local_params) and shares_weights(setup, method)
+    by_clients = bool(testers) and only_statistics and not has_statistics
+    shared: list[Task] = []
+    if has_server_test and not by_clients:
+        is_global = only_statistics and has_statistics
+        for_server = replace(recipe, local_params=()) if is_global else recipe
+        shared = _make_server_tasks(setup, state, subnets, for_server)
+    own = [
+        _make_client_task(setup, state, setup.registry[row], subnets, recipe)
+        for row in setup.registry.find_rows(testers).tolist()
+    ]
+    return _Tasks(shared, own)
 
 
 def _validate_results(

@@ -107,10 +107,7 @@ def start_run(plan: RunPlan) -> PreparedRun:
 
 
 def resume_run(plan: RunPlan) -> PreparedRun:
-    """Checks a plan for a run that goes on from its directory; nothing is written before ``train``.
-
-    The model gets the first values of the run: a resumed run starts from the same.
-    """
+    """Checks a plan for a run that goes on from its directory, with the first values of the run."""
     directory = plan.directory
     if directory is None:
         raise ConfigError("a run is resumed from its directory, and there is none; give out=...")
