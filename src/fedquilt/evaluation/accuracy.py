@@ -125,24 +125,21 @@ def evaluate(
     refreshed: list[Task] = []
     if personal_statistics and method.personal_statistics is not None:
         refreshed = _refresh_statistics(tasks.own, method.personal_statistics)
-    every = [*tasks.shared, *tasks.own, *refreshed]
-    results = list(_validate_results(setup, state, engine, every))
-    num_shared, num_first = len(tasks.shared), len(tasks.shared) + len(tasks.own)
-    on_shared, on_own = results[:num_shared], results[num_shared:num_first]
-    on_refreshed = [r for r in results[num_first:] if isinstance(r, Update)]
+    groups = (tasks.shared, tasks.own, refreshed)
+    results = _validate_results(setup, state, engine, [*itertools.chain(*groups)])
+    on_shared, on_own, on_refreshed = (list(itertools.islice(results, len(g))) for g in groups)
     _refuse_unknown(on_shared)
-    for result in results:
-        if isinstance(result, Failure):
-            on_failure(result)
+    for failure in _list_failures(on_shared, on_own, on_refreshed):
+        on_failure(failure)
     answered = [r for r in on_own if isinstance(r, Update)]  # clients that failed are left out
+    personal = [r for r in on_refreshed if isinstance(r, Update)] if refreshed else answered
     points = list(itertools.product(robustness or (None,), zip(sizes, ensembles, strict=True)))
     learned = setup.task
     chosen = None if robustness else _mean_over_clients(learned, answered, len(ensembles))
 
     def find_personal(point: int) -> float | None:
-        if chosen is not None or not personal_statistics:
-            return chosen
-        return _mean_over_clients(learned, on_refreshed if refreshed else answered, point)
+        is_refreshed = chosen is None and personal_statistics
+        return _mean_over_clients(learned, personal, point) if is_refreshed else chosen
 
     everywhere = on_shared if tasks.shared or not has_server_test else answered
     domains = _list_domains(setup.registry, answered)
@@ -200,12 +197,16 @@ def _validate_results(
         yield validate_reply(setup, task, result, state.params)
 
 
+def _list_failures(*results: Sequence[Update | Failure]) -> list[Failure]:
+    return [result for own in results for result in own if isinstance(result, Failure)]
+
+
 def _refuse_unknown(on_shared: Sequence[Update | Failure]) -> None:
     """Refuses scores on held-out data of which the server misses a part, or that nobody has seen.
 
     A client whose own model was to answer, and did not, is left out like any other.
     """
-    failures = [result for result in on_shared if isinstance(result, Failure)]
+    failures = _list_failures(on_shared)
     ours = [failure for failure in failures if failure.client == SERVER]
     if ours or (failures and len(failures) == len(on_shared)):
         reason = (ours or failures)[0].reason
