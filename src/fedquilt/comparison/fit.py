@@ -32,7 +32,7 @@ def check_fit(trial: Trial) -> Fit:
         state = method.start(setup)
         first = next(phase for phase in method.phases(setup) if not phase.is_closing)
         eligible = first.eligible(setup.registry)
-        method.plan(setup, replace(state, phase=first.name), eligible)
+        list(method.plan(setup, replace(state, phase=first.name), eligible))
         method.sizes(setup)
         return Fit(exceeds_budgets=method.exceeds_budgets(setup))
     except FedquiltError as problem:

@@ -97,4 +97,4 @@ def _plan_first_round(config: Config, setup: Setup) -> None:
     method = build_method(config)
     prepared = method.prepare_model(setup)
     state = replace(method.start(prepared), phase=method.phases(prepared)[0].name)
-    method.plan(prepared, state, prepared.clients)
+    list(method.plan(prepared, state, prepared.clients))  # tasks are made when they are asked for

@@ -118,7 +118,7 @@ def make_section(experiment: Experiment, done: Reproduction) -> Section:
     lines = [("", *(column.name for column in experiment.columns))]
     for row, result in _pair_rows(experiment, done):
         values = (_format(column, result) for column in experiment.columns)
-        lines.append((_label(experiment, result), *values))
+        lines.append((_label(result, done), *values))
         if row.paper and not done.is_quick:
             theirs = (_format_value(c, row.paper.get(c.name)) for c in experiment.columns)
             lines.append((PAPER, *theirs))
@@ -195,14 +195,10 @@ def _pair_rows(
     return [(row, results[row.name]) for row in experiment.rows if row.name in results]
 
 
-def _label(experiment: Experiment, result: RowResult) -> str:
-    """The name of a row, with the number of its seeds where some were not run."""
-    own = len(result.runs)
-    return (
-        result.name
-        if own >= len(experiment.seeds)
-        else f"{result.name} ({format_count(own, 'seed')})"
-    )
+def _label(result: RowResult, done: Reproduction) -> str:
+    """The name of a row, with the number of its seeds where other rows have more."""
+    own, most = len(result.runs), max(len(row.runs) for row in done.rows)
+    return result.name if own == most else f"{result.name} ({format_count(own, 'seed')})"
 
 
 def _format(column: Column, result: RowResult) -> str:

@@ -58,8 +58,13 @@ def trace_model(
     trace = tracer.finish(outputs)
     if is_large(model):
         pairs = zip(given.parameters(), model.parameters(), strict=True)
-        trace.keeps_weights = all(torch.equal(before, after) for before, after in pairs)
+        trace.keeps_weights = all(_have_same_values(*pair) for pair in pairs)
     return trace
+
+
+def _have_same_values(before: Tensor, after: Tensor) -> bool:
+    """Whether no value differs; tensors on ``meta`` have shapes and no values."""
+    return before.is_meta or torch.equal(before, after)
 
 
 LAYOUT = frozenset(
