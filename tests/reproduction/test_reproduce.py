@@ -328,6 +328,11 @@ def test_a_row_that_fails_is_named_and_the_others_are_kept(done, tmp_path):
     if result.failed:
         assert list(result.failed) == ["plain"]
         assert [row.name for row in result.rows] == ["scaled"]
+        trial = make_trial(experiment, broken, 1, LoadedSources(), quick=False)
+        run = replace(done[3].rows[1].runs[1], content=compute_address(trial).content)
+        before = Reproduction("x/y", (RowResult("plain", (run,)),))
+        again = reproduce("x/y", some, tmp_path, workers=0, stored=before)
+        assert again.find("plain", run.content) == run  # a failure takes no other seed's values
     alone = experiment.model_copy(update={"rows": (broken,), "seeds": (0,)})
     if result.failed:
         with pytest.raises(TrainingError, match="every row failed"):
@@ -404,6 +409,13 @@ def test_the_command_lists_runs_and_stores(done, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["reproduce", "paper", "--experiments", str(folder), "--seeds", "0"])
     assert "--seeds 0 is no run at all" in capsys.readouterr().err
+    for more, words in [
+        (["--quick", "--save", str(tmp_path / "v")], "leave out one of them"),
+        (["--done", "--rows", "scald"], "did you mean 'scaled'"),
+    ]:
+        with pytest.raises(SystemExit):
+            main(["reproduce", "paper", "--experiments", str(folder), *more])
+        assert words in capsys.readouterr().err
 
 
 def test_an_experiment_is_documented_by_its_schema():

@@ -86,6 +86,11 @@ def reproduce(
     if list_all or not names:
         _list(known, console, as_json=as_json)
         return
+    if quick and save is not None:
+        raise ConfigError(
+            "--save stores values beside the paper's, and those of --quick say nothing about it; "
+            "leave out one of them"
+        )
     chosen = choose_experiments(names, known)
     documents = {}
     try:
@@ -120,9 +125,8 @@ def reproduce(
 def _choose_rows(
     experiment: Experiment, rows: list[str] | None, *, done: bool
 ) -> Sequence[str] | None:
-    if done:
-        return ()
-    return None if rows is None else choose_rows(experiment, rows)
+    chosen = None if rows is None else choose_rows(experiment, rows)
+    return () if done else chosen
 
 
 def _list_seeds(text: str | None) -> tuple[int, ...] | None:

@@ -83,7 +83,7 @@ def reproduce(
             done[key[0]].append(values)
     if failed and len(failed) == len({row for row, _ in asked}):
         raise TrainingError(f"{name}: runs of every row failed; {next(iter(failed.values()))}")
-    finished = [RowResult(row, tuple(r)) for row, r in done.items() if r and row not in failed]
+    finished = [RowResult(row, tuple(runs)) for row, runs in done.items() if runs]
     return Reproduction(
         name, tuple(finished), failed=failed, is_quick=quick, environment=read_environment()
     )
