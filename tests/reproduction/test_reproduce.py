@@ -325,18 +325,16 @@ def test_a_row_that_fails_is_named_and_the_others_are_kept(done, tmp_path):
     broken = experiment.rows[1].model_copy(update={"settings": {"local_training.lr": 1e30}})
     some = experiment.model_copy(update={"rows": (experiment.rows[0], broken), "seeds": (0,)})
     result = reproduce("x/y", some, tmp_path, workers=0)
-    if result.failed:
-        assert list(result.failed) == ["plain"]
-        assert [row.name for row in result.rows] == ["scaled"]
-        trial = make_trial(experiment, broken, 1, LoadedSources(), quick=False)
-        run = replace(done[3].rows[1].runs[1], content=compute_address(trial).content)
-        before = Reproduction("x/y", (RowResult("plain", (run,)),))
-        again = reproduce("x/y", some, tmp_path, workers=0, stored=before)
-        assert again.find("plain", run.content) == run  # a failure takes no other seed's values
+    assert list(result.failed) == ["plain"]
+    assert [row.name for row in result.rows] == ["scaled"]
+    trial = make_trial(experiment, broken, 1, LoadedSources(), quick=False)
+    run = replace(done[3].rows[1].runs[1], content=compute_address(trial).content)
+    before = Reproduction("x/y", (RowResult("plain", (run,)),))
+    again = reproduce("x/y", some, tmp_path, workers=0, stored=before)
+    assert again.find("plain", run.content) == run  # a failure takes no other seed's values
     alone = experiment.model_copy(update={"rows": (broken,), "seeds": (0,)})
-    if result.failed:
-        with pytest.raises(TrainingError, match="every row failed"):
-            reproduce("x/y", alone, tmp_path, workers=0)
+    with pytest.raises(TrainingError, match="every row failed"):
+        reproduce("x/y", alone, tmp_path, workers=0)
 
 
 @pytest.mark.parametrize(
