@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from torch import nn
@@ -31,17 +30,16 @@ from fedquilt.training.optimizer_state import OptimizerMemory
 from fedquilt.training.optimizers import WeightOptimizer, trainable_weights
 from fedquilt.training.scaler import hook_scale, scale_outputs
 from fedquilt.training.settings import LocalTraining
-from fedquilt.training.stack.clients import require_program, run_jobs, try_job
+from fedquilt.training.stack.clients import StackableRecipe, require_program
 from fedquilt.training.stack.layers import UnstackableError
 from fedquilt.training.stack.nets import PLAIN, NetStack
 from fedquilt.training.stack.program import StackedModel
-from fedquilt.training.stack.trial import Trial
 from fedquilt.training.tokens import Seen, map_tokens_to_groups, record_tokens
 from fedquilt.training.trainer import make_trainer
 
 
 @dataclass(frozen=True)
-class LocalSGD:
+class LocalSGD(StackableRecipe):
     """The recipe: train the task's subnets on the client's data, send them back.
 
     Several subnets are trained side by side on the same batches, each by its own loss. The
@@ -115,37 +113,9 @@ class LocalSGD:
             return None
         return repr(replace(self, labels=(), weight=1.0))
 
-    def run_stacked(
-        self, tasks: Sequence[Task], contexts: Sequence[ClientContext]
-    ) -> list[ClientResult | Exception]:
-        """Trains the subnets of several clients in one pass.
-
-        Results are those of ``run`` but for rounding. What a client's own data raise is in its
-        place of the list.
-
-        Args:
-            tasks: The work of each client, with subnets of one shape and equal ``stack_key``.
-            contexts: The context of each client.
-
-        Raises:
-            UnstackableError: Nets of this kind cannot be trained in one pass.
-        """
-        pairs = zip(tasks, contexts, strict=True)
-        jobs = (_Job(cast(LocalSGD, task.recipe), task, context) for task, context in pairs)
-        return run_jobs(jobs, len(tasks))
-
-    def try_stacking(self, task: Task, context: ClientContext, counts: Sequence[int]) -> Trial:
-        """Times a step of training, alone and with others in one pass; nothing comes of it.
-
-        Args:
-            task: The work of a client.
-            context: The client's context.
-            counts: The numbers of clients in one pass that are tried.
-
-        Raises:
-            UnstackableError: Nets of this kind cannot be trained in one pass.
-        """
-        return try_job(_Job(self, task, context), counts)
+    def make_job(self, task: Task, context: ClientContext) -> _Job:
+        """The work of one client."""
+        return _Job(self, task, context)
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be."""

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +33,13 @@ from fedquilt.training.optimizers import make_optimizer
 from fedquilt.training.scaler import hook_scale, scale_outputs
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.sgd import differentiate
-from fedquilt.training.stack.clients import require_program, run_jobs, try_job
+from fedquilt.training.stack.clients import StackableRecipe, require_program
 from fedquilt.training.stack.nested import NestedProgram, Place, SumOverWidths
 from fedquilt.training.stack.nets import NetStack
-from fedquilt.training.stack.trial import Trial
 
 
 @dataclass(frozen=True)
-class Slimmable:
+class Slimmable(StackableRecipe):
     """The recipe: on every batch, the gradients of all the task's widths are summed; one step.
 
     The task's subnets are nested, the widest first. The others share its weights, but for those
@@ -77,34 +75,9 @@ class Slimmable:
         """What must be equal for clients to train in one pass, and how their widths are nested."""
         return repr(replace(self, labels=(), weight=1.0)), task.subnets
 
-    def run_stacked(
-        self, tasks: Sequence[Task], contexts: Sequence[ClientContext]
-    ) -> list[ClientResult | Exception]:
-        """Trains all widths of several clients in one pass for each width.
-
-        Args:
-            tasks: The work of each client, with subnets of one shape and equal ``stack_key``.
-            contexts: The context of each client.
-
-        Raises:
-            UnstackableError: Nets of this kind cannot be trained in one pass.
-        """
-        pairs = zip(tasks, contexts, strict=True)
-        jobs = (_Job(cast(Slimmable, task.recipe), task, context) for task, context in pairs)
-        return run_jobs(jobs, len(tasks))
-
-    def try_stacking(self, task: Task, context: ClientContext, counts: Sequence[int]) -> Trial:
-        """Times a step of training, alone and with others in one pass; nothing comes of it.
-
-        Args:
-            task: The work of a client.
-            context: The client's context.
-            counts: The numbers of clients in one pass that are tried.
-
-        Raises:
-            UnstackableError: Nets of this kind cannot be trained in one pass.
-        """
-        return try_job(_Job(self, task, context), counts)
+    def make_job(self, task: Task, context: ClientContext) -> _Job:
+        """The work of one client."""
+        return _Job(self, task, context)
 
     def reply_spec(self, task: Task, client: Client) -> ReplySpec:
         """What the reply may be."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 
 from fedquilt.data import ClientData
 from fedquilt.devices import is_accelerator
-from fedquilt.federation.client import ClientResult
+from fedquilt.federation.client import ClientResult, Task
 from fedquilt.learning.batch import Batch
 from fedquilt.structure.tensors import to_arguments
 from fedquilt.training.client_loss import ClientLoss
@@ -84,42 +85,60 @@ def require_program(
     return program
 
 
-def run_jobs(jobs: Iterable[StackableJob], count: int) -> list[ClientResult | Exception]:
-    """Does the work of clients in one pass; what a client's own data raise is in its place.
+class StackableRecipe(ABC):
+    """A recipe whose work several clients can do in one pass."""
 
-    Args:
-        jobs: Their work, made one by one.
-        count: Their number.
-    """
-    stack: NetStack | None = None
-    loaded: list[tuple[StackableJob, StackMember]] = []
-    for number, job in enumerate(jobs):
-        stack = stack or job.make_stack(count)
-        job.load(stack, number)
-        report = job.context.report_progress
-        member = StackMember(
-            number, job.examples, job.loss, job.loop, job.seed, stack.draws[number], report
-        )
-        loaded.append((job, member))
-    assert stack is not None
-    train_members(stack, [member for _, member in loaded])
-    return [m.problem or job.finish(stack, m.net, float(m.mean)) for job, m in loaded]
+    @abstractmethod
+    def make_job(self, task: Task, context: ClientContext) -> StackableJob:
+        """The work of one client."""
 
+    def run_stacked(
+        self, tasks: Sequence[Task], contexts: Sequence[ClientContext]
+    ) -> list[ClientResult | Exception]:
+        """Does the work of several clients in one pass.
 
-def try_job(job: StackableJob, counts: Sequence[int]) -> Trial:
-    """Times a step of a client, alone and with others in one pass; nothing comes of it.
+        Results are those of ``run`` but for rounding. What a client's own data raise is in its
+        place of the list.
 
-    Args:
-        job: The client's work.
-        counts: The numbers of clients in one pass that are tried.
-    """
+        Args:
+            tasks: The work of each client, with subnets of one shape and equal ``stack_key``.
+            contexts: The context of each client.
 
-    def make_stack(count: int) -> NetStack:
-        stack = job.make_stack(count)
-        for number in range(count):
+        Raises:
+            UnstackableError: Nets of this kind cannot be trained in one pass.
+        """
+        stack: NetStack | None = None
+        loaded: list[tuple[StackableJob, StackMember]] = []
+        for number, (task, context) in enumerate(zip(tasks, contexts, strict=True)):
+            job = cast(StackableRecipe, task.recipe).make_job(task, context)
+            stack = stack or job.make_stack(len(tasks))
             job.load(stack, number)
-        return stack
+            draws, report = stack.draws[number], context.report_progress
+            member = StackMember(number, job.examples, job.loss, job.loop, job.seed, draws, report)
+            loaded.append((job, member))
+        assert stack is not None
+        train_members(stack, [member for _, member in loaded])
+        return [m.problem or job.finish(stack, m.net, float(m.mean)) for job, m in loaded]
 
-    make_stack(1)  # raises if there is no way, also if no number is tried
-    batch = draw_batch(job.examples, job.loop.batch_size)
-    return try_counts(job.make_step(), make_stack, batch, job.loss, counts=counts)
+    def try_stacking(self, task: Task, context: ClientContext, counts: Sequence[int]) -> Trial:
+        """Times a step of training, alone and with others in one pass; nothing comes of it.
+
+        Args:
+            task: The work of a client.
+            context: The client's context.
+            counts: The numbers of clients in one pass that are tried.
+
+        Raises:
+            UnstackableError: Nets of this kind cannot be trained in one pass.
+        """
+        job = self.make_job(task, context)
+
+        def make_stack(count: int) -> NetStack:
+            stack = job.make_stack(count)
+            for number in range(count):
+                job.load(stack, number)
+            return stack
+
+        make_stack(1)  # raises if there is no way, also if no number is tried
+        batch = draw_batch(job.examples, job.loop.batch_size)
+        return try_counts(job.make_step(), make_stack, batch, job.loss, counts=counts)
