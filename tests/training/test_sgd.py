@@ -16,8 +16,7 @@ from fedquilt.training.objectives import PlainLoss
 from fedquilt.training.optimizer_settings import SGDSettings
 from fedquilt.training.settings import LocalTraining
 from fedquilt.training.sgd import SGDStep
-from fedquilt.training.stack.program import find_program
-from fedquilt.training.stack.trial import should_stack
+from fedquilt.training.stack.program import can_stack, find_program
 from fedquilt.training.trainer import make_trainer
 
 
@@ -207,19 +206,15 @@ class Attentive(nn.Module):
         return self.out(self.attention(x, x, x, need_weights=False)[0].mean(1))
 
 
-@pytest.mark.parametrize("make", [Asking, Reading, Attentive])
-def test_a_model_that_cannot_be_stacked_is_not_quicker_together(make):
-    assert should_stack(make(), torch.zeros(2, 1, 5, 5), 3, 4) is False
-
-
-@pytest.mark.parametrize("make", [Net, Attentive])
-def test_a_trial_leaves_the_model_and_all_draws_alone(make):
+@pytest.mark.parametrize(
+    ("make", "answer"), [(Net, True), (Asking, False), (Reading, False), (Attentive, False)]
+)
+def test_whether_nets_can_be_stacked_is_found_and_leaves_model_and_draws_alone(make, answer):
     model = make()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     torch.manual_seed(0)
     mode = model.training
-    answer = should_stack(model, torch.zeros(1, 1, 5, 5), 2, 4)
-    assert isinstance(answer, bool)
+    assert can_stack(model, torch.zeros(1, 1, 5, 5)) is answer
     following = torch.rand(())
     torch.manual_seed(0)
     assert following.equal(torch.rand(()))

@@ -47,10 +47,11 @@ from fedquilt.training.initialization import reinitialize_copy, rescale_initial
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.objectives import Adversarial, Objective, PlainLoss
 from fedquilt.training.settings import LocalTraining
-from fedquilt.training.stack.trial import should_stack
+from fedquilt.training.stack.program import can_stack
 from fedquilt.training.statistics import QueryStatistics
 from fedquilt.training.tracking import without_running_stats
 
+STACKED_BASE = 0.25  # the widest base that trains quicker in one pass: benchmarks/bases.py
 BNStatistics = Literal["batch", "post", "tracked", "local"]
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class SplitMix(BaseMethod):
     inputs (Algorithm 4). Every base is drawn by its layers' ``reset_parameters``; values of the
     model that these would not draw are lost, with a warning. ``sort_bases`` orders the bases by
     the metric on validation data at the end.
-    ``stacked`` trains a client's bases in one pass instead of one after another; None:
-    whichever is clearly quicker, tried once when the run starts.
+    ``stacked`` trains a client's bases in one pass instead of one after another; None: bases of at
+    most a quarter of the width, which train quicker so, if the model's layers allow it.
 
     Args:
         local_training: Settings of local training.
@@ -97,7 +98,7 @@ class SplitMix(BaseMethod):
         epsilon: Largest change of a pixel by the attack.
         steps: Steps of the attack.
         step_size: Size of a step, in pixel units; None: min(1.25 ε, ε + 4/255) / steps.
-        stacked: Whether base nets train in one pass; None: if that is quicker.
+        stacked: Whether base nets train in one pass; None: up to a quarter of the width.
 
     >>> import torch, fedquilt as fq
     >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
@@ -293,15 +294,10 @@ class SplitMix(BaseMethod):
         count = self.count_bases(setup)
         if self.stacked is not None or count == 1:
             return bool(self.stacked)
+        if self.base > STACKED_BASE or setup.task.loss.needs_batch:
+            return False
         model = setup.model if self.tracks_statistics else without_running_stats(setup.model)
-        return should_stack(
-            model,
-            setup.example,
-            count,
-            self.local_training.batch_size,
-            setup.task.loss,
-            channels_last=setup.structure.channels_last,
-        )
+        return can_stack(model, setup.example, channels_last=setup.structure.channels_last)
 
     def plan_training(self, setup: Setup, state: State, cohort: Sequence[Client]) -> Sequence[Task]:
         """Algorithm 1, lines 4 to 6: sample base models for each client, and what it does."""

@@ -14,11 +14,14 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fedquilt.learning.batch import stack_values, unstack_values
 from fedquilt.structure.dispatch import Interceptor
+from fedquilt.structure.layout import use_channels_last
 from fedquilt.structure.tensors import (
+    Example,
     call_with_tensors,
     find_tensors,
     map_tensors,
     named_tensors,
+    to_arguments,
 )
 from fedquilt.training.attack import frozen_model
 from fedquilt.training.scaler import OutputScale
@@ -211,6 +214,24 @@ def find_program(
     if isinstance(program, str):
         raise UnstackableError(program)
     return program
+
+
+def can_stack(model: nn.Module, example: Example, *, channels_last: bool = False) -> bool:
+    """Whether nets of this shape can train in one pass as they do one after another.
+
+    Args:
+        model: One of the nets.
+        example: An input of it.
+        channels_last: Whether images are kept by rows.
+    """
+    net = copy.deepcopy(model).train()
+    if channels_last:
+        use_channels_last(net)
+    try:
+        program = find_program(net, lambda: to_arguments(example))
+    except UnstackableError:
+        return False
+    return not program.draws  # it would draw in another order than one after another
 
 
 def _make_program(module: nn.Module, inputs: Inputs, *, in_evaluation: bool) -> StackedModel | str:
