@@ -181,6 +181,33 @@ def test_runs_are_scored_as_the_experiment_says(done, tmp_path):
     assert own["robust"] < own["clean"]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_differ_in_their_scoring_alone_are_one_run(done, tmp_path, workers):
+    experiment = done[0]
+    attacked = Scoring(attack=True, epsilon=0.1, steps=2)
+    rows = (
+        ExperimentRow(name="as it was scored"),
+        ExperimentRow(name="attacked", scoring=attacked),
+        ExperimentRow(name="attacked more", scoring=Scoring(attack=True, epsilon=0.2, steps=2)),
+    )
+    columns = (
+        Column(name="clean", score="user_accuracy"),
+        Column(name="robust", score="robust_accuracy", is_optional=True),
+    )
+    scored = experiment.model_copy(update={"rows": rows, "columns": columns, "curves": ()})
+    result = reproduce("p/t", scored, tmp_path, seeds=(0,), workers=workers)
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    runs = [row.runs[0] for row in result.rows]
+    assert len({run.content for run in runs}) == 3
+    assert result.runs == {runs[0].training: runs[-1]}  # core-hours count once
+    assert len({run.values["clean"] for run in runs}) == 1
+    assert "robust" not in runs[0].values
+    alone = scored.model_copy(update={"rows": rows[1:2]})
+    (again,) = reproduce("p/t", alone, tmp_path / "alone", seeds=(0,), workers=0).rows
+    assert again.runs[0].values == runs[1].values
+    assert runs[2].values["robust"] < runs[1].values["robust"] < runs[1].values["clean"]
+
+
 def test_a_column_that_some_runs_lack_has_a_dash(done):
     experiment, _, out, _ = done
     trial = make_trial(experiment, experiment.rows[0], 0, LoadedSources(), quick=False)
@@ -261,7 +288,9 @@ def test_a_document_holds_all_of_it(done):
 def make_result(experiment, values):
     """A result in which every row has these values by column, one for each seed."""
     runs = tuple(
-        RunValues(seed, f"{seed}", "abc", 2, 1.0, {n: own[seed] for n, own in values.items()})
+        RunValues(
+            seed, f"{seed}", f"{seed}", "abc", 2, 1.0, {n: own[seed] for n, own in values.items()}
+        )
         for seed in (0, 1)
     )
     return Reproduction("p/t", tuple(RowResult(row.name, runs) for row in experiment.rows))
@@ -414,6 +443,18 @@ def test_the_command_lists_runs_and_stores(done, tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["reproduce", "paper", "--experiments", str(folder), *more])
         assert words in capsys.readouterr().err
+
+
+def test_a_row_that_one_of_the_experiments_lacks_is_refused_before_any_run(tmp_path, capsys):
+    for table, row in [("table-1", "plain"), ("table-2", "simple")]:
+        (tmp_path / "paper" / table).mkdir(parents=True)
+        text = TOML.replace('name = "plain"', f'name = "{row}"')
+        (tmp_path / "paper" / table / "experiment.toml").write_text(text)
+    where = ["--experiments", str(tmp_path), "--out", str(tmp_path / "runs")]
+    with pytest.raises(SystemExit):
+        main(["reproduce", "paper", *where, "--rows", "plain"])
+    assert "row 'plain' is not known" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_experiment_is_documented_by_its_schema():

@@ -91,19 +91,20 @@ def reproduce(
             "--save stores values beside the paper's, and those of --quick say nothing about it; "
             "leave out one of them"
         )
-    chosen = choose_experiments(names, known)
+    chosen = {n: load_experiment(path) for n, path in choose_experiments(names, known).items()}
+    chosen_rows = {n: _choose_rows(experiment, rows, done=done) for n, experiment in chosen.items()}
+    chosen_seeds = _list_seeds(seeds)
     documents = {}
     try:
         with handle_stop_signals():
-            for name, folder in chosen.items():
-                experiment = load_experiment(folder)
+            for name, experiment in chosen.items():
                 with TrialLog(console) as log:
                     result = reproduce_experiment(
                         name,
                         experiment,
                         out / ("quick" if quick else "full") / name,
-                        rows=_choose_rows(experiment, rows, done=done),
-                        seeds=_list_seeds(seeds),
+                        rows=chosen_rows[name],
+                        seeds=chosen_seeds,
                         quick=quick,
                         stored=None if save is None else load(save, name),
                         workers=workers,

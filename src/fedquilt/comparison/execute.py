@@ -11,7 +11,7 @@ from fedquilt.comparison.code_version import read_commit
 from fedquilt.comparison.results import TrialResult, summarize_run
 from fedquilt.comparison.spending import Device, SpendingMeter
 from fedquilt.comparison.store import TrialStore
-from fedquilt.comparison.trial import Address, Trial
+from fedquilt.comparison.trial import Address, Trial, describe_result
 from fedquilt.data.population import Population
 from fedquilt.engines.counting import CountingEngine, MacCounts
 from fedquilt.errors import CheckpointError
@@ -35,7 +35,7 @@ def execute_trial(
     *,
     on_round: OnRound = lambda round, total: None,
 ) -> TrialResult:
-    """Trains a run to its end, from where it stopped if it was started before.
+    """Trains a run to its end, from where it stopped if it was started before, and scores it.
 
     Args:
         trial: The run.
@@ -70,7 +70,7 @@ def execute_trial(
         scores=run.scores if trial.scoring is None else trial.scoring.evaluate(run),
         wall_seconds=round(sum(times["seconds"] for times in read_times(directory)), 3),
         made_by={**read_environment(), "code": address.code, "commit": read_commit() or "unknown"},
-        settings=dict(trial.describe()),
+        settings=describe_result(trial),
     )
     store.add_result(address, result)
     return result

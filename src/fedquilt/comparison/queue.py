@@ -7,7 +7,6 @@ have alone.
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import signal
@@ -73,8 +72,9 @@ def run_trials(
 ) -> list[Outcome]:
     """Does all runs that are not done yet; returns what came of each, in order.
 
-    Trials with the same address are one run. A run that was stopped is resumed. One that fails
-    does not stop the others; it is tried again when it is asked for again.
+    Trials with the same address are one run. So are those that differ in their scoring alone; they
+    are scored one after another. A run that was stopped is resumed. One that fails does not stop
+    the others; it is tried again when it is asked for again.
 
     Args:
         trials: The runs.
@@ -144,11 +144,11 @@ class _Queue:
         scratch = ScratchDirectory()
         try:
             path, what = scratch.make_path("runs-"), "the models, data and methods of a comparison"
-            stored = ProcessInput(tuple(self.waiting), path, what).for_method(method)
-            numbers = itertools.count()
+            trials = tuple(self.waiting)
+            stored = ProcessInput(trials, path, what).for_method(method)
             while self.waiting or running:
-                while self.waiting and len(running) < count:
-                    running.append(self._start(method, stored, next(numbers)))
+                while len(running) < count and (pair := self._take_next(running)) is not None:
+                    running.append(self._start(pair, method, stored, trials.index(pair)))
                 ready = connection.wait([one.pipe for one in running])
                 for one in [one for one in running if one.pipe in ready]:
                     if self._receive(one, len(running) - 1):
@@ -157,9 +157,19 @@ class _Queue:
             _stop(running)
             scratch.close()
 
-    def _start(self, method: str, stored: StoredTrials, number: int) -> _Running:
-        """Starts the first run that waits, which is the one with this number."""
-        trial, address = self.waiting.popleft()
+    def _take_next(self, running: Sequence[_Running]) -> tuple[Trial, Address] | None:
+        """The first that waits, if its run is not under way for another scoring."""
+        under_way = {one.address.run for one in running}
+        pair = next((pair for pair in self.waiting if pair[1].run not in under_way), None)
+        if pair is not None:
+            self.waiting.remove(pair)
+        return pair
+
+    def _start(
+        self, pair: tuple[Trial, Address], method: str, stored: StoredTrials, number: int
+    ) -> _Running:
+        """Starts a run, which is the one with this number."""
+        trial, address = pair
         ours, theirs = multiprocessing.get_context(method).Pipe(duplex=False)
         args = (theirs, stored, number, self.store, self.device, os.getpid())
         process = start_process(method, _run_process, args, daemon=False)

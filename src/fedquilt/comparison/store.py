@@ -16,8 +16,8 @@ class TrialStore:
     """A folder of runs and their results.
 
     ``runs/ADDRESS`` are directories of runs, ``results/ADDRESS.json`` what a comparison needs of
-    them. A run is done when its result is there. Run directories may be removed; results alone are
-    enough for tables.
+    them: one result, or one for each way of scoring. A run is done when its result is there. Run
+    directories may be removed; results alone are enough for tables.
 
     Args:
         folder: The folder, which is made when something is kept in it.
@@ -29,7 +29,7 @@ class TrialStore:
 
     def get_run(self, address: Address) -> RunDirectory:
         """The directory of a run, which may not be there yet."""
-        return RunDirectory(self.folder / "runs" / str(address))
+        return RunDirectory(self.folder / "runs" / address.run)
 
     def find_result(self, address: Address) -> TrialResult | None:
         """The result of a run; None if it is not done."""

@@ -1,4 +1,4 @@
-"""One run of a comparison: what it is made of, and its address, which is a hash of that."""
+"""One run of a comparison: what it is made of, and its address, which has a hash of that."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Trial(Protocol):
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Everything that the result depends on but the code, as JSON."""
+        """Everything that training depends on but the code, as JSON."""
         ...
 
     @property
@@ -93,15 +93,30 @@ class Trial(Protocol):
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a run: hashes of what it is made of, and of the code.
+    """The address of a result, and of the run that it is read from.
 
-    >>> str(Address("heterofl-0", "6f1c", "99ab"))
-    'heterofl-0-6f1c-99ab'
+    Results that differ in their scoring alone are those of one run.
+
+    Args:
+        name: The method and the seed.
+        training: A hash of what the run is made of.
+        content: A hash of what the result is made of: the run, and how it is scored.
+        code: A hash of the code.
+
+    >>> address = Address("heterofl-0", training="6f1c", content="8be0", code="99ab")
+    >>> str(address), address.run
+    ('heterofl-0-8be0-99ab', 'heterofl-0-6f1c-99ab')
     """
 
     name: str
+    training: str
     content: str
     code: str
+
+    @property
+    def run(self) -> str:
+        """The address of the run."""
+        return f"{self.name}-{self.training}-{self.code}"
 
     def __str__(self) -> str:
         return f"{self.name}-{self.content}-{self.code}"
@@ -109,9 +124,19 @@ class Address:
 
 def compute_address(trial: Trial) -> Address:
     """The address of a trial, with the code as it is now."""
-    text = json.dumps(trial.describe(), sort_keys=True)
-    content = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Address(trial.name, content, compute_code_hash())
+    training, result = _hash(trial.describe()), _hash(describe_result(trial))
+    return Address(trial.name, training, result, compute_code_hash())
+
+
+def describe_result(trial: Trial) -> dict[str, Any]:
+    """Everything that the result depends on but the code, as JSON."""
+    scored = {} if trial.scoring is None else {"scoring": trial.scoring.model_dump(mode="json")}
+    return {**trial.describe(), **scored}
+
+
+def _hash(document: Mapping[str, Any]) -> str:
+    text = json.dumps(document, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +186,7 @@ class ConfiguredTrial:
         settings = {n: v for n, v in given.items() if not n.startswith(WITHOUT_INFLUENCE)}
         # without it the default would be meant, which may become another method
         settings["method.name"] = self.config.method.name
-        scored = {} if self.scoring is None else {"scoring": self.scoring.model_dump(mode="json")}
-        return {"settings": settings, "data": self.data.contents, **_hash_files(given), **scored}
+        return {"settings": settings, "data": self.data.contents, **_hash_files(given)}
 
     def plan(self, folder: Path) -> RunPlan:
         """The run in this directory."""

@@ -104,6 +104,7 @@ def _find_stored(
 def _read_run(experiment: Experiment, address: Address, result: TrialResult) -> RunValues:
     return RunValues(
         result.seed,
+        address.training,
         address.content,
         result.made_by["commit"],
         result.rounds,

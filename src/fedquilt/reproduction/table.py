@@ -26,7 +26,8 @@ class RunValues:
 
     Args:
         seed: Its seed.
-        content: A hash of what it is made of: settings and data.
+        training: A hash of what it was trained with: settings and data.
+        content: The same with how it was scored.
         commit: The version of the code that made it.
         rounds: Its rounds.
         seconds: How long it took on one core.
@@ -35,6 +36,7 @@ class RunValues:
     """
 
     seed: int
+    training: str
     content: str
     commit: str
     rounds: int
@@ -75,8 +77,8 @@ class Reproduction:
 
     @property
     def runs(self) -> Mapping[str, RunValues]:
-        """All runs; one that is in two rows counts once."""
-        return {run.content: run for row in self.rows for run in row.runs}
+        """All runs; one that is in two rows, as it is or scored in two ways, counts once."""
+        return {run.training: run for row in self.rows for run in row.runs}
 
     def find(self, row: str, content: str) -> RunValues | None:
         """The run of a row that is made of the same; None if it was not done."""
@@ -107,7 +109,8 @@ def _read_run(document: Mapping[str, Any]) -> RunValues:
         name: {int(round): value for round, value in curve.items()}  # keys are text in JSON
         for name, curve in document["curves"].items()
     }
-    return RunValues(**{**document, "curves": curves})
+    training = document.get("training", document["content"])  # which once were the same
+    return RunValues(**{**document, "training": training, "curves": curves})
 
 
 def make_section(experiment: Experiment, done: Reproduction) -> Section:
