@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from multiprocessing import connection
 from pathlib import Path
@@ -243,7 +242,9 @@ class LocalEngine:
             finally:
                 self._drop_unfinished(queue.requests.values())
 
-    def _make_request(self, number: int, task: Task, params: Path) -> WorkRequest:
+    def _make_request(
+        self, number: int, task: Task, params: Path, stack: tuple[int, ...]
+    ) -> WorkRequest:
         return WorkRequest(
             number,
             task.client,
@@ -254,6 +255,7 @@ class LocalEngine:
             self._states.current_path(task.client),
             self._states.next_path(task.client),
             self._scratch.make_path("update-"),
+            stack if len(stack) > 1 else (),
         )
 
     def _assign_requests(self, queue: TaskQueue, tasks: Sequence[Task], files: _ParamFiles) -> None:
@@ -266,9 +268,9 @@ class LocalEngine:
                     for number in stack:
                         if number not in queue.requests:
                             task = tasks[number]
-                            request = self._make_request(number, task, files.take_path(task))
-                            request = replace(request, stack=stack if len(stack) > 1 else ())
-                            queue.requests[number] = request
+                            queue.requests[number] = self._make_request(
+                                number, task, files.take_path(task), stack
+                            )
                     worker.send(*(queue.requests[number] for number in stack))
 
     def _await_messages(self, queue: TaskQueue) -> None:

@@ -149,7 +149,7 @@ class BlockColumn(CodedColumn[H]):
         return int(self.starts[-1])
 
     def _get(self, row: int) -> H:
-        block = int(np.searchsorted(self.starts, row, side="right")) - 1
+        block = int(self.starts.searchsorted(row, side="right")) - 1
         return self.values[int(self.block_codes[block])]
 
     @property

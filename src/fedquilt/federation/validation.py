@@ -1,6 +1,6 @@
 """The one place where what a client sends is checked, before anybody believes it.
 
-A task says what its answer may be: its recipe has ``Terms``. Whatever is not within them, or cannot
+A task says what its answer may be: its recipe has a ``ReplySpec``. Whatever is not within them, or cannot
 be read at all, becomes a ``Failure`` of that client with one sentence. Nothing here raises, so one
 client costs its own update at most. Results of the local engine and messages of Flower's nodes both
 pass here.
@@ -22,7 +22,7 @@ from fedquilt.federation.state import Setup
 from fedquilt.federation.update import validate_update
 from fedquilt.structure.budget import Budget
 from fedquilt.structure.cut import Params, compute_shapes
-from fedquilt.structure.structure import Structure
+from fedquilt.structure.structure import Structure, cache_per_structure
 from fedquilt.structure.subnet import Subnet, prefix_mask
 
 LOSS, EXAMPLES = "loss", "examples"  # what every training reports
@@ -286,7 +286,7 @@ def _check_subnets(update: Update, terms: ReplySpec, structure: Structure) -> No
     for subnet, wanted in zip(came, asked, strict=True):
         try:
             compute_shapes(structure, subnet)
-            fits = _is_part(subnet, wanted, structure, is_chosen=terms.is_chosen)
+            fits = _is_part(structure, subnet, wanted, is_chosen=terms.is_chosen)
         except StructureError as problem:
             raise UpdateError(f"{who} sent a subnet that does not fit: {problem}") from problem
         if not fits:
@@ -296,7 +296,8 @@ def _check_subnets(update: Update, terms: ReplySpec, structure: Structure) -> No
             )
 
 
-def _is_part(subnet: Subnet, wanted: Subnet, structure: Structure, *, is_chosen: bool) -> bool:
+@cache_per_structure(max_entries=256)
+def _is_part(structure: Structure, subnet: Subnet, wanted: Subnet, *, is_chosen: bool) -> bool:
     """Whether a subnet is what was asked for, or a part of it that may come instead.
 
     What is owned must be the same, as it decides which tensors of the model are meant.

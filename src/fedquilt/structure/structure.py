@@ -102,6 +102,17 @@ class Structure:
                 stage is a container of blocks.
             blocks: patterns of the blocks to keep; by default all.
         """
+        if channels is None and blocks is None and not isinstance(width, Mapping):
+            return _make_nested_subnet(self, width, depth)
+        return self._make_subnet(width, channels or {}, depth, blocks)
+
+    def _make_subnet(
+        self,
+        width: float | Mapping[str, float],
+        channels: Mapping[str, Iterable[int]],
+        depth: float,
+        blocks: Sequence[str] | None,
+    ) -> Subnet:
         chosen: dict[str, int] = {}
         widths = width if isinstance(width, Mapping) else dict.fromkeys(self.cut_groups(), width)
         for name, fraction in widths.items():
@@ -110,7 +121,7 @@ class Structure:
             if count < group.size:
                 chosen[name] = prefix_mask(count)
         subnet = Subnet(tuple(sorted(chosen.items())))
-        for name, listed in (channels or {}).items():
+        for name, listed in channels.items():
             subnet = subnet.restricted_to(name, self._validate_channels(name, listed))
         kept = self._select_blocks(depth, blocks)
         return subnet.without_blocks(*(name for name in self.blocks if name not in kept))
@@ -274,6 +285,12 @@ def _bind_weakly(
         return function(owner, *args, **kwargs)
 
     return call
+
+
+@cache_per_structure(max_entries=256)
+def _make_nested_subnet(structure: Structure, width: float, depth: float) -> Subnet:
+    """A subnet that a round asks for with every client."""
+    return structure._make_subnet(width, {}, depth, None)
 
 
 @cache_per_structure(max_entries=256)
