@@ -1,9 +1,9 @@
 """The one place where what a client sends is checked, before anybody believes it.
 
-A task says what its answer may be: its recipe has a ``ReplySpec``. Whatever is not within them, or cannot
-be read at all, becomes a ``Failure`` of that client with one sentence. Nothing here raises, so one
-client costs its own update at most. Results of the local engine and messages of Flower's nodes both
-pass here.
+A task says what its answer may be: its recipe has a ``ReplySpec``. Whatever is not within it, or
+cannot be read at all, becomes a ``Failure`` of that client with one sentence. Nothing here raises,
+so one client costs its own update at most. Results of the local engine and messages of Flower's
+nodes both pass here.
 """
 
 from __future__ import annotations

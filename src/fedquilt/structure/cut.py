@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from fedquilt.structure.groups import Axis, SizeAttribute
 from fedquilt.structure.layers import resize_layers
 from fedquilt.structure.structure import Structure, cache_per_structure
 from fedquilt.structure.subnet import Subnet, unpack_bits
-from fedquilt.structure.tensors import named_tensors
+from fedquilt.structure.tensors import copy_model, named_tensors
 
 Params = Mapping[str, Tensor]  # tensors of a model by name; never changed in place
 Index = slice | Tensor  # positions of one axis: a slice where they are neighbors
@@ -259,7 +258,7 @@ def build_module(
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         small[id(tensor)] = value
     detach_computed(model)
-    built = copy.deepcopy(model, small)
+    built = copy_model(model, small)
     resize_layers(built)
     set_size_attributes(built, structure, subnet)
     rewire(built, structure.blocks, subnet.skipped)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from fedquilt.structure.layers import set_sizes
 from fedquilt.structure.layout import is_safe, to_channels_last
 from fedquilt.structure.structure import Structure, map_followers
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.tensors import named_tensors
+from fedquilt.structure.tensors import copy_model, named_tensors
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class ResizableModule:
         memo: dict[int, Any] = {
             id(tensor): _like(tensor, params[name].detach()) for name, tensor in tensors.items()
         }
-        self.module = copy.deepcopy(model, memo)
+        self.module = copy_model(model, memo)
         self.subnet = Subnet()
         self._where: dict[str, tuple[Index, ...]] = {}
         self._places = self._find_slots()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, TypeVar, cast
@@ -85,6 +86,24 @@ def map_tensors(function: Callable[[Tensor], Any], value: Nested) -> Nested:
     return value
 
 
+def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy of a model.
+
+    Most of what a module holds are empty dictionaries of hooks, and ``deepcopy`` takes longest for
+    them: they are given to it as copied.
+
+    Args:
+        model: The model.
+        memo: What stands for some of its tensors in the copy, by their ids.
+    """
+    memo = {} if memo is None else memo
+    for module in model.modules():
+        for value in vars(module).values():
+            if type(value) in (dict, OrderedDict) and not value:
+                memo[id(value)] = type(value)()
+    return copy.deepcopy(model, memo)
+
+
 def copy_to_device(model: nn.Module, device: torch.device) -> nn.Module:
     """A copy of a model on a device; tied tensors stay tied."""
     memo: dict[int, Any] = {}
@@ -92,7 +111,7 @@ def copy_to_device(model: nn.Module, device: torch.device) -> nn.Module:
         moved = tensor.detach().to(device, copy=True)
         is_weight = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if is_weight else moved
-    return copy.deepcopy(model, memo)
+    return copy_model(model, memo)
 
 
 def move_to_host(model: nn.Module) -> nn.Module:

@@ -111,7 +111,7 @@ def _choose_name(tensor: str, taken: Mapping[str, Group]) -> str:
 def _make_axis(roots: Labels | None, owners: Owners) -> Axis | None:
     if roots is None:
         return None
-    places = [owners.get(int(c), (None, i)) for i, c in enumerate(roots)]
+    places = [owners.get(c, (None, i)) for i, c in enumerate(roots.tolist())]
     if all(group is None for group, _ in places):
         return None
     return _split_into_spans(tuple(places))

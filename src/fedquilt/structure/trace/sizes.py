@@ -8,7 +8,6 @@ scales values that were computed across channels. All other attributes stay as t
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import itertools
 import math
@@ -23,6 +22,7 @@ from fedquilt.structure.dispatch import is_shape
 from fedquilt.structure.groups import Axis, SizeAttribute, has_group
 from fedquilt.structure.layers import may_hold_sizes
 from fedquilt.structure.structure import Structure
+from fedquilt.structure.tensors import copy_model
 from fedquilt.structure.trace.channels import Labels
 from fedquilt.structure.trace.grouping import find_axis, map_owners
 from fedquilt.structure.trace.record import Trace, TracedCall
@@ -162,7 +162,7 @@ def _list_options(
     """Options for the attributes of each kind, by what another value changes."""
     if not alike:
         return []
-    trial = copy.deepcopy(model)
+    trial = copy_model(model)
     options: list[list[Options]] = []
     for every in alike:
         numbers = [readings[0] for readings in every]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +24,7 @@ from fedquilt.structure.dispatch import (
 from fedquilt.structure.memory import is_large
 from fedquilt.structure.tensors import (
     Example,
+    copy_model,
     find_tensors,
     make_training_inputs,
     named_tensors,
@@ -47,7 +47,7 @@ def trace_model(
     The model runs in evaluation mode and, if it can, in training mode, where it may do more.
     ``exclude`` names modules that are never cut.
     """
-    given, model = model, copy.deepcopy(model)
+    given, model = model, copy_model(model)
     tracer = Tracer(model, exclude, choices or Choices())
     with tracer.track_modules(model), tracing_mode():
         outputs = [tracer.run(to_arguments(example))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,13 @@ from fedquilt.structure.dispatch import NOISE, Interceptor, get_base_name, unfus
 from fedquilt.structure.memory import MIN_OFFLOADED_BYTES, is_large, trim_memory
 from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
-from fedquilt.structure.tensors import Example, find_tensors, named_tensors, to_arguments
+from fedquilt.structure.tensors import (
+    Example,
+    copy_model,
+    find_tensors,
+    named_tensors,
+    to_arguments,
+)
 
 MAX_DOUBLE_WEIGHTS = 2**24  # a model with more is not copied in double precision: too much memory
 MAX_REPLACED = 4  # replaced tensors that exist at the same time
@@ -240,4 +245,4 @@ def _copy_sharing(model: nn.Module, weights: Iterable[Tensor]) -> nn.Module:
     shared: dict[int, Any] = {
         id(weight): nn.Parameter(weight.detach(), weight.requires_grad) for weight in weights
     }
-    return copy.deepcopy(model, shared)
+    return copy_model(model, shared)
