@@ -109,6 +109,7 @@ def test_a_federation_lets_its_own_nodes_in_trains_like_one_machine_and_leaves_n
     assert "fedquilt up --out" in refused[2]
 
 
+@pytest.mark.federation
 @pytest.mark.slow
 @pytest.mark.timeout(LONG)
 def test_simulated_nodes_train_like_one_machine(tmp_path):
