@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 
 from fedquilt.comparison.render import Section, to_markdown
+from fedquilt.reproduction.contrasts import MEANING, TITLE, list_contrasts
 from fedquilt.reproduction.experiment import Experiment, find_experiments, load_experiment
 from fedquilt.reproduction.store import list_pictures, load
 from fedquilt.reproduction.table import describe, list_departures, make_section
@@ -91,6 +92,9 @@ def write_experiment(name: str, experiment: Experiment) -> str:
     pictures = zip(experiment.curves, list_pictures(experiment, name), strict=True)
     lines += [table, *(f"![{curve.name}](values/{file})\n" for curve, file in pictures)]
     lines += [*_list(describe(experiment, done)), *_list(list_departures(experiment, done))]
+    contrasts = list_contrasts(experiment, done)
+    if contrasts:
+        lines += [f"**{TITLE}**", "", *_list(contrasts), MEANING, ""]
     return "\n".join(lines)
 
 

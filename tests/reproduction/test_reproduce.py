@@ -17,8 +17,11 @@ from fedquilt.comparison.sources import LoadedSources
 from fedquilt.comparison.store import TrialStore
 from fedquilt.comparison.trial import compute_address
 from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.reproduction.contrasts import list_contrasts
 from fedquilt.reproduction.experiment import (
+    FILE,
     Column,
+    Contrast,
     Experiment,
     ExperimentRow,
     choose_rows,
@@ -347,6 +350,37 @@ def test_the_table_has_the_paper_under_each_row_and_names_what_departs(done):
     assert "the net is tiny" in plain
     near = {**values, "half": (0.97, 0.995), "worst": (0.96, 0.985)}
     assert list_departures(experiment, make_result(experiment, near)) == []
+
+
+def test_a_contrast_is_paired_by_seed_and_says_what_is_noise(done, tmp_path):
+    pair = Contrast(row="scaled", than="plain")
+    rows = tuple(
+        row.model_copy(update={"paper": {"half": paper}})
+        for row, paper in zip(done[0].rows, (99.0, 97.5), strict=True)
+    )
+    experiment = done[0].model_copy(update={"rows": rows, "contrasts": (pair,)})
+
+    def contrast(scaled, plain, seeds=(0, 1)):
+        results = [make_result(experiment, {"half": own}).rows[0] for own in (scaled, plain)]
+        results = [
+            RowResult(row.name, tuple(run for run in own.runs if run.seed in kept))
+            for row, own, kept in zip(experiment.rows, results, ((0, 1), seeds), strict=True)
+        ]
+        return list_contrasts(experiment, Reproduction("p/t", tuple(results)))
+
+    paper = "in the paper +1.5"
+    clear = contrast((0.5, 0.9), (0.4, 0.7999))  # levels differ by seed, differences do not
+    assert clear == [f"scaled − plain (2 seeds): half +10.0 ± 0.0 ({paper})."]
+    unclear = contrast((0.5, 0.9), (0.4, 0.7))  # 3 standard errors, one degree of freedom
+    assert unclear == [f"scaled − plain (2 seeds): half +15.0 ± 7.1 (noise; {paper})."]
+    alone = contrast((0.5, 0.9), (0.6, 0.7), seeds=(1,))
+    assert alone == [f"scaled − plain (1 seed): half +20.0 ({paper})."]
+    assert contrast((0.5, 0.9), (0.6, 0.7), seeds=()) == []
+
+    text = (ROOT / "experiments/nefl/baselines" / FILE).read_text()
+    (tmp_path / FILE).write_text(f'{text}\n[[contrasts]]\nrow = "NeFL-W"\nthan = "FjORT"\n')
+    with pytest.raises(ConfigError, match="row 'FjORT' is not known"):
+        load_experiment(tmp_path)
 
 
 def test_a_row_that_fails_is_named_and_the_others_are_kept(done, tmp_path):

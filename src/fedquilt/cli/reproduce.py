@@ -18,6 +18,7 @@ from fedquilt.cli.signals import handle_stop_signals
 from fedquilt.cli.trial_log import TrialLog
 from fedquilt.errors import ConfigError
 from fedquilt.report.tables import make_table
+from fedquilt.reproduction.contrasts import MEANING, TITLE, list_contrasts
 from fedquilt.reproduction.experiment import (
     Experiment,
     choose_experiments,
@@ -153,3 +154,6 @@ def _print(experiment: Experiment, done: Reproduction, console: Console) -> None
     print_lines(console, *describe(experiment, done))
     if not done.is_quick:
         print_lines(console, *list_departures(experiment, done))
+    contrasts = list_contrasts(experiment, done)
+    if contrasts:
+        print_lines(console, "", f"{TITLE}:", *contrasts, MEANING)

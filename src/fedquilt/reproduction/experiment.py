@@ -72,6 +72,15 @@ class ExperimentRow(Section):
     """Why it differs from the paper, as far as that is known."""
 
 
+class Contrast(Section):
+    """Two rows whose difference is what the table is about."""
+
+    row: str
+    """The row."""
+    than: str
+    """The row that it is compared with, seed by seed."""
+
+
 class Experiment(Section):
     """A table or a figure."""
 
@@ -97,6 +106,8 @@ class Experiment(Section):
     """The panels of a picture over rounds; they need run.evaluate_every."""
     rows: tuple[ExperimentRow, ...] = Field(min_length=1)
     """The rows."""
+    contrasts: tuple[Contrast, ...] = ()
+    """Rows whose differences are listed, seed by seed."""
 
     def list_settings(self, row: ExperimentRow, seed: int, *, quick: bool) -> dict[str, Any]:
         """The settings of a run by dotted name; a small version changes rows, too."""
@@ -120,6 +131,11 @@ def load_experiment(folder: Path) -> Experiment:
                 raise ConfigError(
                     f"{path}: row '{row.name}': {describe_unknown('column', name, columns)}"
                 )
+    rows = [row.name for row in experiment.rows]
+    for contrast in experiment.contrasts:
+        for name in (contrast.row, contrast.than):
+            if name not in rows:
+                raise ConfigError(f"{path}: contrast: {describe_unknown('row', name, rows)}")
     return experiment
 
 

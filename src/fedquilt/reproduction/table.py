@@ -123,7 +123,7 @@ def make_section(experiment: Experiment, done: Reproduction) -> Section:
         values = (_format(column, result) for column in experiment.columns)
         lines.append((_label(result, done), *values))
         if row.paper and not done.is_quick:
-            theirs = (_format_value(c, row.paper.get(c.name)) for c in experiment.columns)
+            theirs = (format_value(c, row.paper.get(c.name)) for c in experiment.columns)
             lines.append((PAPER, *theirs))
     if len(experiment.columns) > MOST_COLUMNS:
         lines = list(zip(*lines, strict=True))
@@ -208,13 +208,13 @@ def _format(column: Column, result: RowResult) -> str:
     estimate = Estimate.of(result.get_values(column.name))
     if estimate is None:
         return "-"
-    text = _format_value(column, column.scale * estimate.mean)
+    text = format_value(column, column.scale * estimate.mean)
     if estimate.deviation is None:
         return text
-    return f"{text} ± {_format_value(column, column.scale * estimate.deviation)}"
+    return f"{text} ± {format_value(column, column.scale * estimate.deviation)}"
 
 
-def _format_value(column: Column, value: float | None) -> str:
+def format_value(column: Column, value: float | None) -> str:
     """A value in the column's unit, as papers write it."""
     if value is None:
         return "-"
