@@ -936,7 +936,7 @@ def test_code_that_a_directory_names_does_not_run(foreign, tmp_path, name):
     assert trace.exists()
 
 
-@pytest.mark.parametrize("name", ["customize", "evaluate"])
+@pytest.mark.parametrize("name", ["customize", "evaluate", "report"])
 def test_code_that_the_user_names_runs_instead_of_the_directorys(foreign, tmp_path, name):
     folder, mine, trace = foreign
     result = fedquilt(*commands(folder, tmp_path)[name], "--model", mine, trust=False)

@@ -11,7 +11,9 @@ setting 'fraction' of HeteroFL: input should be less than or equal to 1, got 2.0
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class FedquiltError(Exception):
@@ -94,3 +96,9 @@ def suggest_nearest(given: str, known: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(given, list(known), n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def describe_exception(problem: BaseException) -> str:
+    """An exception in one line: its kind, its message, and where it was raised."""
+    where = traceback.extract_tb(problem.__traceback__)[-1]
+    return f"{type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})"

@@ -177,6 +177,16 @@ def test_what_makes_no_sense_is_one_sentence(tmp_path):
             run(tmp_path, **changes)
 
 
+def test_a_metric_that_no_run_has_is_refused_before_any_is_done(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"metric 'acuracy' is not known \(did you mean 'accuracy'"
+    ):
+        run(tmp_path, compare={"methods": ["heterofl"], "seeds": 1, "metric": "acuracy"})
+    assert not list(tmp_path.glob("runs/*"))
+    with pytest.raises(ConfigError, match="workers is at least 0, got -1"):
+        run(tmp_path, workers=-1)
+
+
 def test_a_regression_is_compared_by_its_own_metric(tmp_path):
     inputs = torch.rand(60, 4)
     data = (inputs, inputs.sum(1, keepdim=True))

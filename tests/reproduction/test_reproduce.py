@@ -463,7 +463,7 @@ def test_the_command_lists_runs_and_stores(done, tmp_path, capsys):
     (tmp_path / "nothing").mkdir()
     where = ["--experiments", str(folder), "--out", str(tmp_path / "nothing"), "--workers", "0"]
     run = CliRunner().invoke(app, ["reproduce", "paper", *where, "--done"])
-    assert "Not run yet: scaled, plain." in run.output
+    assert "Not run yet: scaled; plain." in run.output
     with pytest.raises(SystemExit):
         main(["reproduce", "papr", "--experiments", str(folder)])
     assert "did you mean 'paper" in capsys.readouterr().err

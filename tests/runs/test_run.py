@@ -12,7 +12,7 @@ import torch
 import fedquilt as fq
 from fedquilt.engines import client_work
 from fedquilt.engines.local import LocalEngine
-from fedquilt.errors import BudgetError, CheckpointError, ConfigError, TrainingError
+from fedquilt.errors import BudgetError, CheckpointError, ConfigError, DataError, TrainingError
 from fedquilt.federation.client import Recipe
 from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.events import ClientDone, ClientProgress, Evaluated, RoundDone, RoundStarted
@@ -170,6 +170,13 @@ def test_a_customized_model_is_the_one_that_was_evaluated(train, people):
         assert accuracy == pytest.approx(score.accuracy)
         assert sum(p.numel() for p in small.parameters()) == score.params
     assert not small.training
+
+
+def test_labels_that_the_model_cannot_give_are_refused_in_an_evaluation(train, people):
+    x, y = people.test[-1].batch(torch.arange(4))
+    others = fq.make_clients((x, y), test=(x, y + 90), count=2)
+    with pytest.raises(DataError, match=r"labels go up to 9\d, so .* the model has"):
+        train().evaluate(others, workers=0)
 
 
 def test_an_opened_run_gives_the_same_models_and_scores(train, traced, people, tmp_path):

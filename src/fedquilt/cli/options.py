@@ -36,7 +36,7 @@ Device = Annotated[str, typer.Option(help=describe_setting("run.device"))]
 Workers = Annotated[int | None, typer.Option(help=describe_setting("run.workers"))]
 RunsAtATime = Annotated[
     int | None,
-    typer.Option(help="Runs at a time; 0: one, in this process. Left out: one per core."),
+    typer.Option(min=0, help="Runs at a time; 0: one, in this process. Left out: one per core."),
 ]
 AnyCode = Annotated[
     bool,

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedquilt.cli.console import make_console, print_json, print_lines
-from fedquilt.cli.options import AsJson, Trust, Workers
+from fedquilt.cli.options import AsJson, RunModel, Trust, Workers
 from fedquilt.evaluation.targets import validate_target
 from fedquilt.report.runs import write_report as write_report
 from fedquilt.runs.from_config import load_clients, open_configured_run
@@ -32,6 +32,7 @@ def report(
         list[float] | None,
         typer.Option(help="An accuracy, such as 0.4: the rounds to reach it. Repeatable."),
     ] = None,
+    model: RunModel = None,
     trust: Trust = False,
     workers: Workers = None,
     as_json: AsJson = False,
@@ -50,7 +51,7 @@ def report(
     run.
     """
     targets = [validate_target(accuracy) for accuracy in target or ()]  # before a run is read
-    runs = [open_configured_run(folder, trust=trust) for folder in folders]
+    runs = [open_configured_run(folder, model=model, trust=trust) for folder in folders]
     if clients:
         runs = [replace(run, population=load_clients(run)) for run in runs]
     page = write_report(runs, out, targets=targets, clients=clients, workers=workers)

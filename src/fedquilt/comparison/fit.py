@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fedquilt.comparison.metric import list_scores
 from fedquilt.comparison.trial import Trial
 from fedquilt.engines.scratch import ScratchDirectory
 from fedquilt.errors import FedquiltError
@@ -17,10 +18,12 @@ class Fit:
     Args:
         problem: Why it cannot be run; None: it can.
         exceeds_budgets: In which way clients train more than they can afford; None: they do not.
+        scores: By which scores its runs may be compared.
     """
 
     problem: str | None = None
     exceeds_budgets: str | None = None
+    scores: frozenset[str] = frozenset()
 
 
 def check_fit(trial: Trial) -> Fit:
@@ -34,6 +37,9 @@ def check_fit(trial: Trial) -> Fit:
         eligible = first.eligible(setup.registry)
         list(method.plan(setup, replace(state, phase=first.name), eligible))
         method.sizes(setup)
-        return Fit(exceeds_budgets=method.exceeds_budgets(setup))
+        return Fit(
+            exceeds_budgets=method.exceeds_budgets(setup),
+            scores=list_scores(setup.task.metric),
+        )
     except FedquiltError as problem:
         return Fit(problem=" ".join(str(problem).split()))

@@ -8,7 +8,7 @@ from numbers import Real
 
 from fedquilt.comparison.results import Scores, TrialResult
 from fedquilt.errors import ConfigError, describe_unknown
-from fedquilt.evaluation.scores import name_in_json
+from fedquilt.evaluation.scores import VALUES, name_in_json
 from fedquilt.evaluation.summary import SCORES
 from fedquilt.learning.metric import MetricInfo
 from fedquilt.learning.task import CLASSIFICATION
@@ -38,6 +38,16 @@ def format_score(metric: MetricInfo, value: float | None, deviation: float | Non
     if deviation is None:
         return f"{100 * value:.1f} %"
     return f"{100 * value:.1f} ± {100 * deviation:.1f}"
+
+
+def list_scores(metric: MetricInfo) -> frozenset[str]:
+    """The scores that runs may have which are of a metric, and may be compared by.
+
+    >>> sorted(list_scores(MetricInfo("r2")))[:3]
+    ['local_r2', 'loss', 'perplexity']
+    """
+    fields = [name for name in VALUES if name != "group_values"]  # which has a value per domain
+    return frozenset([*(name_in_json(name, metric) for name in fields), *LOWER_IS_BETTER])
 
 
 def choose_metric(results: Sequence[TrialResult], name: str | None = None) -> MetricInfo:

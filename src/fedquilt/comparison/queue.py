@@ -32,7 +32,6 @@ from fedquilt.comparison.results import TrialResult
 from fedquilt.comparison.spending import Device
 from fedquilt.comparison.store import TrialStore
 from fedquilt.comparison.trial import Address, Trial, compute_address
-from fedquilt.engines.client_work import describe_exception
 from fedquilt.engines.processes import (
     ForkedInput,
     ProcessInput,
@@ -43,7 +42,7 @@ from fedquilt.engines.processes import (
     start_process,
 )
 from fedquilt.engines.scratch import ScratchDirectory
-from fedquilt.errors import FedquiltError
+from fedquilt.errors import ConfigError, FedquiltError, describe_exception
 from fedquilt.runs.engines import count_cores
 
 STOP_SECONDS = 20.0  # for a run that is stopped to save itself
@@ -84,6 +83,8 @@ def run_trials(
         purpose: What the runs are for, in a word.
         on_event: Is called with what happens.
     """
+    if workers is not None and workers < 0:
+        raise ConfigError(f"the number of workers is at least 0, got {workers}")
     addresses = [compute_address(trial) for trial in trials]
     unique = dict(zip(map(str, addresses), zip(trials, addresses, strict=True), strict=True))
     outcomes: dict[str, Outcome] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fedquilt.comparison.comparison import Comparison
-from fedquilt.comparison.fit import check_fit
+from fedquilt.comparison.fit import Fit, check_fit
 from fedquilt.comparison.halving import halve
 from fedquilt.comparison.limits import find_rounds
 from fedquilt.comparison.metric import choose_metric
@@ -19,7 +19,7 @@ from fedquilt.comparison.store import TrialStore
 from fedquilt.comparison.table import VariantResults, analyze, summarize_tiers
 from fedquilt.comparison.trial import Trial
 from fedquilt.comparison.validation import ValidationTrial
-from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.errors import ConfigError, TrainingError, describe_unknown
 from fedquilt.runs.environment import read_environment
 from fedquilt.settings.compare import CompareSection
 
@@ -103,12 +103,19 @@ class Study:
         fitting = []
         for one in self.candidates:
             fit = check_fit(one.make_trial(seed))
+            self._validate_metric(fit)
             reason = fit.problem or (None if one.is_named else fit.exceeds_budgets)
             if reason is None:
                 fitting.append(one)
             else:
                 self._leave_out(one.variant, reason)
         return self._require_some(fitting)
+
+    def _validate_metric(self, fit: Fit) -> None:
+        """Refuses the name of a metric that no run will have, before any is done."""
+        name = self.options.metric
+        if name is not None and fit.scores and name not in fit.scores:
+            raise ConfigError(describe_unknown("metric", name, fit.scores))
 
     def _require_some(self, fitting: list[Candidate]) -> list[Candidate]:
         if not fitting:

@@ -32,11 +32,11 @@ from fedquilt.deploy.node_context import (
 )
 from fedquilt.deploy.node_info import NodeInfo
 from fedquilt.engines.client_state import ClientStateStore, read_client_state, write_client_state
-from fedquilt.engines.client_work import describe_exception, run_task
+from fedquilt.engines.client_work import run_task
 from fedquilt.engines.flower import codec
 from fedquilt.engines.flower.codec import NO_STATE, MessageHeader
 from fedquilt.engines.flower.engine import hash_structure
-from fedquilt.errors import ConfigError
+from fedquilt.errors import ConfigError, describe_exception
 from fedquilt.federation.privacy import make_secret
 from fedquilt.federation.privacy.noise import read_secret, write_secret
 from fedquilt.federation.state import Setup

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,12 +180,6 @@ class _ProgressThrottle:
         last, self._said = self._said, math.inf  # nothing is passed on after the end
         if problem is None and 0 < last < 1:
             self._on_progress(1.0)
-
-
-def describe_exception(problem: BaseException) -> str:
-    """An exception in one line: its kind, its message, and where it was raised."""
-    where = traceback.extract_tb(problem.__traceback__)[-1]
-    return f"{type(problem).__name__}: {problem} ({Path(where.filename).name}:{where.lineno})"
 
 
 def describe_work(structure: Structure, subnets: Sequence[Subnet]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedquilt.data import ClientData
 from fedquilt.devices import CPU
 from fedquilt.engines.client_state import ClientStateStore, read_client_state, write_client_state
-from fedquilt.engines.client_work import describe_exception, run_stack
+from fedquilt.engines.client_work import run_stack
 from fedquilt.engines.dispatch import TaskQueue
 from fedquilt.engines.engine import OnProgress, ignore_progress
 from fedquilt.engines.processes import ProcessInput
@@ -38,7 +38,7 @@ from fedquilt.engines.worker import (
     WorkReply,
     WorkRequest,
 )
-from fedquilt.errors import DeviceMemoryError
+from fedquilt.errors import DeviceMemoryError, describe_exception
 from fedquilt.federation import flat_tensors
 from fedquilt.federation.client import ClientResult, Failure, Task, Update
 from fedquilt.federation.threads import single_thread

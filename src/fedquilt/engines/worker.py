@@ -28,7 +28,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from fedquilt.engines.client_state import read_client_state, write_client_state
-from fedquilt.engines.client_work import describe_exception, run_stack
+from fedquilt.engines.client_work import run_stack
 from fedquilt.engines.processes import (
     ForkedInput,
     ProcessInput,
@@ -39,7 +39,7 @@ from fedquilt.engines.processes import (
     retain_freed_memory,
     start_process,
 )
-from fedquilt.errors import ConfigError, DeviceMemoryError
+from fedquilt.errors import ConfigError, DeviceMemoryError, describe_exception
 from fedquilt.federation import flat_tensors
 from fedquilt.federation.client import ClientResult, Recipe, Task
 from fedquilt.structure.cut import Params

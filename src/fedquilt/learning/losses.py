@@ -266,8 +266,9 @@ def match_shapes(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         targets = targets.squeeze(-1)
     if output.shape != targets.shape:
         raise DataError(
-            f"this loss wants outputs and targets of one shape, got {tuple(output.shape)} and "
-            f"{tuple(targets.shape)}; reshape the targets, or the model's output"
+            "this loss or metric wants outputs and targets of one shape, got "
+            f"{tuple(output.shape)} and {tuple(targets.shape)}; reshape the targets, or the "
+            "model's output"
         )
     return output, targets.to(output.dtype)
 

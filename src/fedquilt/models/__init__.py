@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fedquilt.errors import ConfigError, describe_unknown
+from fedquilt.errors import ConfigError, FedquiltError, describe_exception, describe_unknown
 from fedquilt.models.adds import VGG, MobileNet, TextLSTM
 from fedquilt.models.apfl import MobileNetV2
 from fedquilt.models.heterofl import CNN, PreResNet
@@ -70,15 +71,29 @@ def make_model(name: str, options: Mapping[str, Any] | None = None) -> nn.Module
     options = options or {}
     factory = find_factory(name)
     _refuse_unknown_options(name, options, factory)
+    is_own = is_function_path(name)
     try:
-        model = factory(**options)
-    except TypeError as problem:
-        raise ConfigError(f"model '{name}' does not take these options: {problem}") from problem
-    except ValueError as problem:
+        with warnings.catch_warnings():
+            if not is_own:
+                warnings.simplefilter("ignore", UserWarning)  # of layers without channels
+            model = factory(**options)
+    except (FedquiltError, ValueError) as problem:
         raise ConfigError(f"model '{name}': {problem}") from problem
+    except Exception as problem:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ConfigError(
+            f"model '{name}' cannot be made with {given or 'its defaults'}: "
+            f"{describe_exception(problem)}"
+        ) from problem
     if not isinstance(model, nn.Module):
         raise ConfigError(f"'{name}' must return an nn.Module, got {type(model).__name__}")
-    if not is_function_path(name):
+    if not is_own:
+        empty = next((n for n, tensor in model.named_parameters() if not tensor.numel()), None)
+        if empty is not None:
+            raise ConfigError(
+                f"model '{name}' has nothing in '{empty}'; every size that it is given is at "
+                "least 1, and a width is above 0"
+            )
         with suppress(TypeError):  # options that only Python has
             setattr(model, MADE, json.dumps({"name": name, "options": dict(options)}))
     return model

@@ -172,23 +172,29 @@ def list_departures(experiment: Experiment, done: Reproduction) -> list[str]:
 
 def describe(experiment: Experiment, done: Reproduction) -> list[str]:
     """How it was measured, and what is not as in the paper, a sentence each."""
-    runs = done.runs.values()
-    seeds = max((len(row.runs) for row in done.rows), default=0)
-    rounds = ", ".join(map(str, sorted({run.rounds for run in runs})))
-    commits = ", ".join(sorted({run.commit for run in runs}))
-    hours = sum(run.seconds for run in runs) / 3600
-    lines = [
-        f"{'Mean ± deviation over ' if seeds > 1 else ''}{format_count(seeds, 'seed')}, {rounds} "
-        f"rounds, commit {commits}, {hours:.1f} core-hours."
-    ]
+    lines = [_summarize_runs(done)]
     known = {row.name for row in done.rows} | set(done.failed)
     missing = [row.name for row in experiment.rows if row.name not in known]
     if missing:
-        lines.append(f"Not run yet: {', '.join(missing)}.")
+        lines.append(f"Not run yet: {'; '.join(missing)}.")
     if done.is_quick:
         lines.append("This is the small version, which the paper's values say nothing about.")
     lines += [f"{row} failed: {problem}" for row, problem in done.failed.items()]
     return [*lines, *experiment.differences]
+
+
+def _summarize_runs(done: Reproduction) -> str:
+    runs = done.runs.values()
+    if not runs:
+        return "No run is done yet."
+    seeds = max(len(row.runs) for row in done.rows)
+    rounds = ", ".join(map(str, sorted({run.rounds for run in runs})))
+    commits = ", ".join(sorted({run.commit for run in runs}))
+    hours = sum(run.seconds for run in runs) / 3600
+    return (
+        f"{'Mean ± deviation over ' if seeds > 1 else ''}{format_count(seeds, 'seed')}, {rounds} "
+        f"rounds, commit {commits}, {hours:.1f} core-hours."
+    )
 
 
 def _pair_rows(

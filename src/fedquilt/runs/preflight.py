@@ -271,13 +271,18 @@ def _check_labels_fit(logits: Tensor, labels: Any) -> None:
 
 
 def _check_classes(logits: Tensor, batch: Batch | None, population: Population) -> None:
+    outputs = logits if batch is None else classes_last(logits, batch[1])
+    check_labels(outputs.shape[-1], population)
+
+
+def check_labels(num_classes: int, population: Population) -> None:
+    """Raises a DataError if there are labels that a model with so many outputs cannot give."""
     labels = set(population.registry.known_labels)
     labels.update(*(data.label_set for data in list_samples(population.test)))
     labels.discard(IGNORED)
     lowest, highest = min(labels, default=0), max(labels, default=0)
     if lowest < 0:
         raise DataError(f"labels are class numbers from 0, got {lowest}; count them from 0")
-    num_classes = (logits if batch is None else classes_last(logits, batch[1])).shape[-1]
     if num_classes <= highest:
         raise DataError(
             f"a model has an output for every class: labels go up to {highest}, so there are "

@@ -31,7 +31,7 @@ from fedquilt.runs.engines import make_local_engine
 from fedquilt.runs.health import Finding
 from fedquilt.runs.history import History, read_history
 from fedquilt.runs.plots import plot_run
-from fedquilt.runs.preflight import check_clients
+from fedquilt.runs.preflight import check_clients, check_labels
 from fedquilt.runs.records import read_clients
 from fedquilt.structure.budget import Budget
 from fedquilt.training.attack import PGD
@@ -176,8 +176,11 @@ class Run:
         """
         people = self.population if population is None else population
         if people is None:
-            raise ConfigError("this run was opened without its data; give evaluate(population)")
+            raise ConfigError("this run was opened without its data; give evaluate(clients)")
         check_clients(people)
+        classes = self.setup.structure.classes
+        if classes is not None and self.setup.task.has_classes:
+            check_labels(self.setup.structure.groups[classes].size, people)
         if attack is not None and not people.testers:
             raise ConfigError(
                 "an attack is on the test data of clients, and these have none; divide the test "

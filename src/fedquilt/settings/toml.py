@@ -23,6 +23,10 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text())
     except FileNotFoundError:
         raise ConfigError(f"the config file '{path}' does not exist") from None
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"settings are a text file, and '{path}' is none; data are given with --data"
+        ) from None
     except (OSError, ValueError, RecursionError) as problem:
         raise ConfigError(f"the config file '{path}' cannot be read: {problem}") from problem
 

@@ -109,7 +109,8 @@ class Partition:
             key = "id" if self.kind == "natural" else "domain"
             raise DataError(
                 f"partition '{self.kind}' needs data that say where each example comes from, these "
-                f"do not; give {key}_train and {key}_test in the .npz file, or use 'iid'"
+                f"do not; give {key}_train and {key}_test in the .npz file, groups=(train, test) "
+                "in Python, or use 'iid'"
             )
         train, test = to_integers(groups_train), to_integers(groups_test)
         present = np.unique(train)

@@ -67,9 +67,15 @@ def make_probe(model: nn.Module, example: Example, *, share: bool = False) -> Pr
         if all(bool(out.isfinite().any()) for out in expected):
             return Probe(randomized, given, expected, has_noise=not share)
     raise StructureError(
-        "the model does not run on its example to a finite output of tensors, so that nothing can "
-        f"be checked; give an example on which it does ({problem or 'the output is not finite'})"
+        f"the model does not run on inputs of {_describe_shapes(example)} to a finite output of "
+        "tensors, so that nothing can be checked; give inputs that it takes, or a model that takes "
+        f"these ({problem or 'the output is not finite'})"
     ) from problem
+
+
+def _describe_shapes(example: Example) -> str:
+    shapes = [str(tuple(x.shape)) for x in to_arguments(example) if isinstance(x, Tensor)]
+    return f"shape {' and '.join(shapes)}" if shapes else "these kinds"
 
 
 def _list_shareable(model: nn.Module) -> list[Tensor]:
