@@ -70,6 +70,8 @@ def customize(
 ) -> None:
     """Take a model of the size you need out of a finished run.
 
+    --width takes any width. Limits take the largest size that was trained and fits.
+
     The file is read again and compared with the model before success is reported.
     """
     limits = drop_unset({"params": params, "macs": macs, "memory": memory, "upload": upload})

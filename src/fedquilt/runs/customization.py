@@ -42,7 +42,7 @@ class FinishedModel:
     state: State
 
     def customize(self, budget: Budget | None, robustness: float | None) -> nn.Module:
-        """A module of the budget's width, or the widest within its limits; None: the largest."""
+        """A module of the budget's width, or within its limits; None: the largest."""
         self._require_shared()
         sizes = self.method.sizes(self.setup)
         robustness = self.choose_robustness(robustness)

@@ -129,8 +129,9 @@ class Run:
         client: int | None = None,
         **limits: int,
     ) -> nn.Module:
-        """An ordinary module of a width (the largest trained one), or the widest within limits.
+        """An ordinary module of a width (the largest trained one), or one within limits.
 
+        Within limits it is the largest size that was trained, or the widest of all if none fits.
         Limits are ``params``, ``macs``, ``memory`` and ``upload``. ``robustness`` is from 0
         (accurate; the default) to 1, for models that were trained with such a dial. A warning
         says so if the width is smaller than any that was trained.
