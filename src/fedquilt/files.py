@@ -154,7 +154,7 @@ def write_sealed(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         save_tensors(part, tensors, **{HASH_KEY: _hash_tensors(tensors)})
         part.replace(path)
-    except OSError:
+    except BaseException:
         part.unlink(missing_ok=True)
         raise
 

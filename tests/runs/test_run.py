@@ -172,6 +172,15 @@ def test_a_customized_model_is_the_one_that_was_evaluated(train, people):
     assert not small.training
 
 
+def test_sizes_are_those_of_the_run_whoever_evaluates(train, people):
+    run = train()
+    x, y = people.test[-1].batch(torch.arange(6))
+    richer = fq.make_clients((x, y), test=(x, y), count=1, budgets=1.0)
+    poorer = fq.make_clients((x, y), test=(x, y), count=1, budgets=0.1)
+    for others in (richer, poorer):
+        assert [s.width for s in run.evaluate(others, workers=0)] == [s.width for s in run.scores]
+
+
 def test_labels_that_the_model_cannot_give_are_refused_in_an_evaluation(train, people):
     x, y = people.test[-1].batch(torch.arange(4))
     others = fq.make_clients((x, y), test=(x, y + 90), count=2)
@@ -491,3 +500,12 @@ def test_a_refused_start_leaves_no_folder_behind(train, tmp_path):
 def test_a_population_tells_itself_in_a_line(people):
     assert repr(people) == "4 clients, budgets 1, 0.5; 8 examples each"
     assert len(people) == 4
+
+
+def test_a_budget_that_no_client_has_is_no_problem_of_a_checkpoint(tmp_path):
+    data = torch.rand(12, 4), torch.arange(12) % 3
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    people = fq.make_clients(data, count=2, budgets=(1.0, 0.5, 0.25))
+    method = fq.fed_uniform(local_training=STEPS)
+    run = fq.train(model, data[0][:1], method, people, 1, workers=0, out=tmp_path / "run")
+    assert fq.open_run(tmp_path / "run", model, method).scores == run.scores

@@ -27,6 +27,8 @@ from fedquilt.structure.structure import Structure
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.context import ClientContext
 
+ReadState = Callable[[], Mapping[str, Tensor] | None]
+
 MIN_REPORT_SECONDS = 0.25  # of work between two reports of progress
 MIN_REPORT_STEP = 0.01  # of the work; so a pipe takes all reports, even unread
 
@@ -74,19 +76,39 @@ def run_task(
 def run_stack(
     tasks: Sequence[Task],
     context: ClientContext,
-    client_states: Sequence[Mapping[str, Tensor] | None],
+    read_states: Sequence[ReadState],
     on_progress: Callable[[int, float], None] | None = None,
 ) -> list[ClientResult | Exception]:
     """Does the work of several clients in one pass; each result, or why a client has none.
 
-    If that fails, each client works by itself, so that only those fail that would fail alone.
+    If that fails, each client works by itself, so that only those fail that would fail alone. One
+    whose state cannot be read is left out.
 
     Args:
         tasks: The work, with one recipe and subnets of one shape.
         context: What the worker has for all of its clients.
-        client_states: What each client has kept from earlier rounds, if anything.
+        read_states: Reads what each client has kept from earlier rounds, if anything.
         on_progress: Hears a few times a second which part of a client's work is done.
     """
+    results: dict[int, ClientResult | Exception] = {}
+    states: dict[int, Mapping[str, Tensor] | None] = {}
+    for number, read in enumerate(read_states):
+        try:
+            states[number] = read()
+        except Exception as problem:
+            results[number] = problem
+    readable = [tasks[number] for number in states]
+    done = _run_readable(readable, context, list(states.values()), on_progress)
+    results |= zip(states, done, strict=True)
+    return [results[number] for number in range(len(tasks))]
+
+
+def _run_readable(
+    tasks: Sequence[Task],
+    context: ClientContext,
+    client_states: Sequence[Mapping[str, Tensor] | None],
+    on_progress: Callable[[int, float], None] | None,
+) -> list[ClientResult | Exception]:
     hear = on_progress or (lambda client, done: None)
     heard = [partial(hear, task.client) for task in tasks]
     if len(tasks) > 1:

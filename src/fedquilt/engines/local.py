@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing import connection
 from pathlib import Path
 
@@ -195,7 +195,7 @@ class LocalEngine:
         with single_thread():
             try:
                 paths = [self._states.current_path(task.client) for task in tasks]
-                before = [read_client_state(path) for path in paths]
+                before = [partial(read_client_state, path) for path in paths]
                 results = run_stack(tasks, self._context, before, on_progress)
             except Exception as problem:
                 results = [problem] * len(tasks)
@@ -316,10 +316,12 @@ class LocalEngine:
 
     def _read_update(self, request: WorkRequest, reply: WorkReply | Failure) -> Update | Failure:
         """The update of a reply, whose tensors are in a file."""
-        if isinstance(reply, Failure):
-            return reply
-        if reply.problem is not None:
-            return Failure(request.client, reply.problem)
+        if isinstance(reply, Failure) or reply.problem is not None:
+            for path in request.files:
+                path.unlink(missing_ok=True)
+            if isinstance(reply, Failure):
+                return reply
+            return Failure(request.client, str(reply.problem))
         if reply.has_new_state:
             self._states.advance(request.client)
         tensors = flat_tensors.read_flat(request.update, reply.slots) if reply.slots else {}

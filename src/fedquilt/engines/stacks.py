@@ -25,6 +25,7 @@ from fedquilt.training.stack.layers import UnstackableError
 from fedquilt.training.stack.trial import COUNTS, TryStacking
 
 WINDOW = 64  # neighboring tasks among which stacks are formed, so that few results wait for others
+MAX_TRIALS = 3  # of one kind of work, if clients fail
 AUTO = "auto"
 ClientsPerPass = int | str
 RunTasks = Callable[[Sequence[Task]], Iterable[Update | Failure]]
@@ -165,16 +166,29 @@ def _describe_shape(structure: Structure, subnet: Subnet) -> Hashable:
 
 
 def _choose(tasks: Sequence[Task], structure: Structure, sizes: PassSizes, run: RunTasks) -> None:
-    """Tries each new kind of work out, on one of its tasks."""
-    new: dict[str, Task] = {}
+    """Tries each new kind of work out, on one of its tasks; on another if that one's fails."""
+    new: dict[str, list[Task]] = {}
     for start in range(0, len(tasks), WINDOW):
-        for first, *_ in _group(tasks, start, structure):
-            kind = describe_work(structure, tasks[first].subnets)
+        for group in _group(tasks, start, structure):
+            kind = describe_work(structure, tasks[group[0]].subnets)
             if kind not in sizes.chosen:
-                new.setdefault(kind, tasks[first])
-    trials = [replace(t, recipe=TryStacking(t.recipe, sizes.counts)) for t in new.values()]
-    for kind, result in zip(new, run(trials) if trials else (), strict=True):
-        sizes.add(kind, _judge(result, sizes.setting))
+                new.setdefault(kind, [tasks[number] for number in group[:MAX_TRIALS]])
+    while new:
+        trials = [
+            replace(tasks[0], recipe=TryStacking(tasks[0].recipe, sizes.counts))
+            for tasks in new.values()
+        ]
+        for (kind, left), result in zip([*new.items()], run(trials), strict=True):
+            if _is_of_one_client(result) and len(left) > 1:
+                new[kind] = left[1:]
+            else:
+                sizes.add(kind, _judge(result, sizes.setting))
+                del new[kind]
+
+
+def _is_of_one_client(result: Update | Failure) -> bool:
+    """Whether a trial failed for a reason that others of the kind need not have."""
+    return isinstance(result, Failure) and not result.reason.startswith(UnstackableError.__name__)
 
 
 def _judge(result: Update | Failure, setting: ClientsPerPass) -> PassSize:

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -333,9 +334,9 @@ def _handle_requests(
 
     try:
         tasks = [_read_task(request, mapped) for request in requests]
-        states = [read_client_state(request.state) for request in requests]
+        states = [partial(read_client_state, request.state) for request in requests]
         results = run_stack(tasks, context, states, on_progress)
-    except Exception as problem:  # a file cannot be read
+    except Exception as problem:  # the file of tensors cannot be read
         results = [problem] * len(requests)
     for request, result in zip(requests, results, strict=True):
         yield request, _make_reply(request, result)

@@ -71,6 +71,7 @@ def evaluate(
     batch_statistics: bool = False,
     personal_statistics: bool = False,
     split: str = "test",
+    people: ClientRegistry | None = None,
 ) -> list[SizeScore]:
     """Scores of a finished state, largest size first, at one robustness after another.
 
@@ -89,6 +90,7 @@ def evaluate(
         personal_statistics: Whether the nets are also evaluated with statistics of each client's
             own data, as the method's paper does.
         split: Which of their data clients evaluate: ``test``, or ``validation``.
+        people: Whose data are evaluated; None: the clients of the run. Sizes are those of the run.
 
     >>> import torch, fedquilt as fq
     >>> data = (torch.rand(12, 4), torch.arange(12) % 3)
@@ -119,14 +121,15 @@ def evaluate(
         metrics=setup.task.numbers,
         split=split,
     )
+    tested = setup if people is None else replace(setup, clients=people)
     tasks = _plan_tasks(
-        setup, method, state, subnets, recipe, has_server_test=has_server_test, testers=testers
+        tested, method, state, subnets, recipe, has_server_test=has_server_test, testers=testers
     )
     refreshed: list[Task] = []
     if personal_statistics and method.personal_statistics is not None:
         refreshed = _refresh_statistics(tasks.own, method.personal_statistics)
     groups = (tasks.shared, tasks.own, refreshed)
-    results = _validate_results(setup, state, engine, [*itertools.chain(*groups)])
+    results = _validate_results(tested, state, engine, [*itertools.chain(*groups)])
     on_shared, on_own, on_refreshed = (list(itertools.islice(results, len(g))) for g in groups)
     _refuse_unknown(on_shared)
     for failure in _list_failures(on_shared, on_own, on_refreshed):
@@ -142,7 +145,7 @@ def evaluate(
         return _mean_over_clients(learned, personal, point) if is_refreshed else chosen
 
     everywhere = on_shared if tasks.shared or not has_server_test else answered
-    domains = _list_domains(setup.registry, answered)
+    domains = _list_domains(tested.registry, answered)
     price = functools.partial(compute_ensemble_cost, setup, memory=False)
     return [
         replace(
@@ -274,9 +277,18 @@ def _score(
 
 
 def evaluate_by_client(
-    setup: Setup, method: Method, state: State, engine: Engine, testers: Collection[int]
+    setup: Setup,
+    method: Method,
+    state: State,
+    engine: Engine,
+    testers: Collection[int],
+    *,
+    people: ClientRegistry | None = None,
 ) -> dict[int, float]:
-    """The largest net's metric on each client's own test data, all classes allowed."""
+    """The largest net's metric on each client's own test data, all classes allowed.
+
+    ``people`` are whose data these are, if they are not the clients of the run.
+    """
     recipe = Evaluate(
         metrics=setup.task.numbers,
         local_params=method.local_params,
@@ -286,9 +298,10 @@ def evaluate_by_client(
     ensemble = _without_home(method.ensemble(setup, state, max(method.sizes(setup))), recipe)
     recipe = replace(recipe, ensembles=(tuple(range(len(ensemble))),))
     tasks = [Task(c, ensemble, state.params, recipe, _seed(c)) for c in testers]
+    tested = setup if people is None else replace(setup, clients=people)
     values = {
         result.client: _compute_main(setup.task, [result.metrics], 0)
-        for result in _validate_results(setup, state, engine, tasks)
+        for result in _validate_results(tested, state, engine, tasks)
         if isinstance(result, Update)
     }
     return {client: value for client, value in values.items() if value is not None}

@@ -109,9 +109,14 @@ class CodedColumn(Column[H]):
 
     def map(self, function: Callable[[H], Other]) -> CodedColumn[Other]:
         """The column with other values, which depend on the present ones only."""
-        used = self.counts
-        mapped = CodedColumn.of([function(v) if v in used else None for v in self.values])
-        return CodedColumn(mapped.values, mapped.codes[self.codes])  # type: ignore[arg-type]
+        mapped = self._map_values(function)
+        return CodedColumn(mapped.values, mapped.codes[self.codes])
+
+    def _map_values(self, function: Callable[[H], Other]) -> CodedColumn[Other]:
+        """What values become; in place of one that no row has stands another."""
+        known = {value: function(value) for value in self.counts}
+        filler = next(iter(known.values()), None)
+        return CodedColumn.of([known.get(v, filler) for v in self.values])  # type: ignore[misc]
 
     def find(self, wanted: Callable[[H], bool]) -> Integers:
         """The rows whose value is wanted."""
@@ -169,10 +174,9 @@ class BlockColumn(CodedColumn[H]):
 
     def map(self, function: Callable[[H], Other]) -> CodedColumn[Other]:
         """The column with other values, which depend on the present ones only."""
-        used = self.counts
-        mapped = CodedColumn.of([function(v) if v in used else None for v in self.values])
+        mapped = self._map_values(function)
         return BlockColumn(
-            mapped.values,  # type: ignore[arg-type]
+            mapped.values,
             mapped.codes[self.block_codes],
             self.starts,
         )

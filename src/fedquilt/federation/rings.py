@@ -324,7 +324,7 @@ def find_rings(
     return _find_rings(structure, tuple(dict.fromkeys(map(tuple, holdings))), frozenset(kept))
 
 
-@cache_per_structure(max_entries=8)
+@cache_per_structure(max_entries=2)  # which may take many times the model
 def _find_rings(
     structure: Structure, holdings: tuple[Holding, ...], names: frozenset[str]
 ) -> Rings:

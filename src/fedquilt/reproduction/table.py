@@ -160,7 +160,8 @@ def list_departures(experiment: Experiment, done: Reproduction) -> list[str]:
             theirs, ours = row.paper.get(column.name), Estimate.of(result.get_values(column.name))
             if theirs is None or ours is None or ours.deviation is None:
                 continue
-            error = column.scale * ours.deviation / math.sqrt(len(result.runs))
+            count = len(result.get_values(column.name))
+            error = column.scale * ours.deviation / math.sqrt(count)
             difference = column.scale * ours.mean - theirs
             if abs(difference) > CLEAR * error:
                 found.append(f"{column.name} {difference:+.1f}")

@@ -79,8 +79,9 @@ class RoundAccounting:
             is_number = abs(metrics[LOSS]) <= MAX_LOSS
             self.losses.add(update.client, _round_off(metrics[LOSS]) if is_number else None)
             if is_number:
-                self._loss += metrics[LOSS] * metrics[EXAMPLES]
-                self._examples += metrics[EXAMPLES]
+                count = metrics.get(EXAMPLES, 1.0)  # a recipe of one's own may not count them
+                self._loss += metrics[LOSS] * count
+                self._examples += count
         statistics = [
             float(part[name].abs().max())
             for part in update.params

@@ -192,13 +192,12 @@ class Run:
         for value in dials:
             FinishedModel(self.setup, self.method, self.state).choose_robustness(value)
         versions, state = self._require_client_states()
-        setup = replace(self.setup, clients=people.clients)
         make_engine = make_local_engine(workers, device=device)
-        with closing(make_engine(setup, people, self._clients_folder)) as engine:
+        with closing(make_engine(self.setup, people, self._clients_folder)) as engine:
             engine.restore(versions)
             find_scores = partial(
                 evaluate,
-                setup,
+                self.setup,
                 self.method,
                 state,
                 has_server_test=people.has_server_test,
@@ -207,6 +206,7 @@ class Run:
                 robustness=dials,
                 batch_statistics=batch_statistics,
                 personal_statistics=personal_statistics,
+                people=people.registry,
             )
             scores = measure_backdoor(
                 restore_attack(self.info.attack),
@@ -223,11 +223,14 @@ class Run:
 
     def by_client(self, population: Population, *, workers: int | None = None) -> list[ClientScore]:
         """What each client trained and sent, and the largest net's metric on its own data."""
-        setup = replace(self.setup, clients=population.clients)
+        people, setup = population.registry, self.setup
         with closing(make_local_engine(workers)(setup, population, self._clients_folder)) as engine:
             engine.restore(self._client_versions)
-            values = evaluate_by_client(setup, self.method, self.state, engine, population.testers)
-        return compute_client_scores(setup, chain.from_iterable(self.read_clients()), values)
+            values = evaluate_by_client(
+                setup, self.method, self.state, engine, population.testers, people=people
+            )
+        tested = replace(setup, clients=people)
+        return compute_client_scores(tested, chain.from_iterable(self.read_clients()), values)
 
     def read_clients(self) -> tuple[Sequence[ClientRecord], ...]:
         """What clients received, returned and reported in each training round."""

@@ -103,7 +103,7 @@ class Structure:
             blocks: patterns of the blocks to keep; by default all.
         """
         if channels is None and blocks is None and not isinstance(width, Mapping):
-            return _make_nested_subnet(self, width, depth)
+            return _make_nested_subnet(self, float(width), depth)
         return self._make_subnet(width, channels or {}, depth, blocks)
 
     def _make_subnet(

@@ -99,7 +99,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     memo = {} if memo is None else memo
     for module in model.modules():
         for value in vars(module).values():
-            if type(value) in (dict, OrderedDict) and not value:
+            is_empty = type(value) in (dict, OrderedDict) and not value
+            if is_empty and not getattr(value, "__dict__", None):
                 memo[id(value)] = type(value)()
     return copy.deepcopy(model, memo)
 

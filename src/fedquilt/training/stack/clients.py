@@ -21,7 +21,12 @@ from fedquilt.training.device_data import get_device
 from fedquilt.training.scaler import has_hooked_scale, scale_outputs
 from fedquilt.training.settings import LoopSettings
 from fedquilt.training.stack.layers import UnstackableError
-from fedquilt.training.stack.loop import StackMember, draw_batch, train_members
+from fedquilt.training.stack.loop import (
+    StackMember,
+    draw_batch,
+    refuse_random_numbers,
+    train_members,
+)
 from fedquilt.training.stack.nets import NetStack
 from fedquilt.training.stack.program import StackedModel, find_program
 from fedquilt.training.stack.trial import Trial, try_counts
@@ -139,6 +144,8 @@ class StackableRecipe(ABC):
                 job.load(stack, number)
             return stack
 
-        make_stack(1)  # raises if there is no way, also if no number is tried
+        one = make_stack(1)  # raises if there is no way, also if no number is tried
         batch = draw_batch(job.examples, job.loop.batch_size)
+        with refuse_random_numbers():
+            one.step(range(1), [batch], [job.loss], [torch.Generator()])
         return try_counts(job.make_step(), make_stack, batch, job.loss, counts=counts)

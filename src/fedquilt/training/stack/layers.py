@@ -229,6 +229,11 @@ def _scale(x: Tensor, own: Tensors, shape: tuple[int, ...]) -> Tensor:
 def _embed_rows(layer: nn.Embedding, own: Tensors, x: Tensor, count: int) -> Tensor:
     weight = own["weight"]
     assert weight is not None
+    if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
+        raise UnstackableError("an embedding has max_norm, scale_grad_by_freq or sparse gradients")
+    if layer.padding_idx is not None:  # a row that is not trained
+        is_padding = torch.arange(layer.num_embeddings, device=x.device) == layer.padding_idx
+        weight = torch.where(is_padding[:, None], weight.detach(), weight)
     first = torch.arange(count, device=x.device).unsqueeze(1) * layer.num_embeddings
     rows = (x.reshape(count, -1) + first).view(x.shape)
     return F.embedding(rows, weight.flatten(0, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from fedquilt.training.client_loss import ClientLoss
 from fedquilt.training.device_data import get_device
 from fedquilt.training.loop import BatchInfo, MeanLoss, autocast, draw_batches
 from fedquilt.training.settings import LoopSettings
+from fedquilt.training.stack.layers import UnstackableError
 from fedquilt.training.stack.nets import NetStack
 
 Drawn = tuple[Batch, BatchInfo]
@@ -78,11 +80,25 @@ def train_members(stack: NetStack, members: Sequence[StackMember]) -> None:
         members: The clients, whose loops have the same settings.
     """
     active = list(members)
-    while active:
-        drawn = [(member, batch) for member in active if (batch := member.draw()) is not None]
-        for group in _group_by_shape(drawn):
-            _step(stack, group)
-        active = [member for member, _ in drawn]
+    with refuse_random_numbers():
+        while active:
+            drawn = [(member, batch) for member in active if (batch := member.draw()) is not None]
+            for group in _group_by_shape(drawn):
+                _step(stack, group)
+            active = [member for member, _ in drawn]
+
+
+@contextmanager
+def refuse_random_numbers() -> Iterator[None]:
+    """Raises an UnstackableError if steps draw from PyTorch's own generator.
+
+    Clients of a pass have generators of their own, and that one would be of none of them.
+    """
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        yield
+        if not torch.equal(before, torch.get_rng_state()):
+            raise UnstackableError("its loss or its optimizer draws random numbers")
 
 
 def _step(stack: NetStack, group: list[tuple[StackMember, Drawn]]) -> None:
