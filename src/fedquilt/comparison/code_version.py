@@ -16,7 +16,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]  # of the package
 
 # they read results and never change one
-WITHOUT_INFLUENCE = ("cli", "comparison", "deploy", "report", "version.py", "engines/flower")
+WITHOUT_INFLUENCE = (
+    "cli",
+    "comparison",
+    "deploy",
+    "engines/flower",
+    "report",
+    "reproduction",
+    "serve",
+    "version.py",
+    "watch",
+    "web",
+)
+SCORING = ("execute.py", "outcomes.py", "results.py", "scoring.py", "spending.py", "validation.py")
 
 
 @cache
@@ -25,9 +37,22 @@ def compute_code_hash() -> str:
     digest = hashlib.sha256()
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
-        if name != "__init__.py" and not name.startswith(WITHOUT_INFLUENCE):
+        if decides_results(name):
             digest.update(f"{name}\n{normalize_source(path.read_text())}\n".encode())
     return digest.hexdigest()[:8]
+
+
+def decides_results(name: str) -> bool:
+    """Whether the numbers of a run depend on a file of the package.
+
+    >>> [decides_results(name) for name in ("methods/nefl.py", "cli/main.py", "report/page.py")]
+    [True, False, False]
+    >>> [decides_results(f"comparison/{name}") for name in ("spending.py", "table.py")]
+    [True, False]
+    """
+    if name.removeprefix("comparison/") in SCORING:
+        return True
+    return name != "__init__.py" and not name.startswith(WITHOUT_INFLUENCE)
 
 
 def normalize_source(source: str) -> str:
