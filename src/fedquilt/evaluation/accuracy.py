@@ -125,9 +125,8 @@ def evaluate(
     tasks = _plan_tasks(
         tested, method, state, subnets, recipe, has_server_test=has_server_test, testers=testers
     )
-    refreshed: list[Task] = []
-    if personal_statistics and method.personal_statistics is not None:
-        refreshed = _refresh_statistics(tasks.own, method.personal_statistics)
+    statistics = method.personal_statistics if personal_statistics else None
+    refreshed = _refresh_statistics(tasks.own, statistics)
     groups = (tasks.shared, tasks.own, refreshed)
     results = _validate_results(tested, state, engine, [*itertools.chain(*groups)])
     on_shared, on_own, on_refreshed = (list(itertools.islice(results, len(g))) for g in groups)
@@ -229,10 +228,10 @@ def _make_client_task(
     return Task(client.id, subnets, state.params, recipe, _seed(client.id))
 
 
-def _refresh_statistics(own: Sequence[Task], statistics: PersonalStatistics) -> list[Task]:
-    """The tasks of clients, with statistics of their own data."""
-    tasks = []
-    for task in own:
+def _refresh_statistics(own: Sequence[Task], statistics: PersonalStatistics | None) -> list[Task]:
+    """The tasks of clients, with statistics of their own data; none without such statistics."""
+    tasks: list[Task] = []
+    for task in own if statistics is not None else ():
         assert isinstance(task.recipe, Evaluate)
         recipe = replace(task.recipe, attack=None, labels=None)
         if statistics == "batch":
