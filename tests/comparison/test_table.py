@@ -183,6 +183,8 @@ def test_a_metric_that_no_run_has_is_refused_before_any_is_done(tmp_path):
     ):
         run(tmp_path, compare={"methods": ["heterofl"], "seeds": 1, "metric": "acuracy"})
     assert not list(tmp_path.glob("runs/*"))
+    with pytest.raises(ConfigError, match=r"accuracy in \(0, 1\], got 40; write 40 % as 0.4"):
+        run(tmp_path, compare={"methods": ["heterofl"], "seeds": 1, "target": 40})
     with pytest.raises(ConfigError, match="workers is at least 0, got -1"):
         run(tmp_path, workers=-1)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fedquilt.comparison.metric import list_scores
 from fedquilt.comparison.trial import Trial
 from fedquilt.engines.scratch import ScratchDirectory
 from fedquilt.errors import FedquiltError
+from fedquilt.learning.metric import MetricInfo
 from fedquilt.runs.plan import start_run
 
 
@@ -18,12 +18,12 @@ class Fit:
     Args:
         problem: Why it cannot be run; None: it can.
         exceeds_budgets: In which way clients train more than they can afford; None: they do not.
-        scores: By which scores its runs may be compared.
+        metric: The metric of the task; None: the run cannot be made.
     """
 
     problem: str | None = None
     exceeds_budgets: str | None = None
-    scores: frozenset[str] = frozenset()
+    metric: MetricInfo | None = None
 
 
 def check_fit(trial: Trial) -> Fit:
@@ -39,7 +39,7 @@ def check_fit(trial: Trial) -> Fit:
         method.sizes(setup)
         return Fit(
             exceeds_budgets=method.exceeds_budgets(setup),
-            scores=list_scores(setup.task.metric),
+            metric=setup.task.metric,
         )
     except FedquiltError as problem:
         return Fit(problem=" ".join(str(problem).split()))

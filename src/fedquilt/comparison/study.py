@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fedquilt.comparison.comparison import Comparison
-from fedquilt.comparison.fit import Fit, check_fit
+from fedquilt.comparison.fit import check_fit
 from fedquilt.comparison.halving import halve
 from fedquilt.comparison.limits import find_rounds
-from fedquilt.comparison.metric import choose_metric
+from fedquilt.comparison.metric import choose_metric, list_scores
 from fedquilt.comparison.progress import ComparisonCallback, VariantLeftOut, ignore_events
 from fedquilt.comparison.queue import FailedTrial, Outcome, run_trials
 from fedquilt.comparison.results import TrialResult
@@ -20,6 +20,8 @@ from fedquilt.comparison.table import VariantResults, analyze, summarize_tiers
 from fedquilt.comparison.trial import Trial
 from fedquilt.comparison.validation import ValidationTrial
 from fedquilt.errors import ConfigError, TrainingError, describe_unknown
+from fedquilt.evaluation.targets import validate_target
+from fedquilt.learning.metric import MetricInfo
 from fedquilt.runs.environment import read_environment
 from fedquilt.settings.compare import CompareSection
 
@@ -103,7 +105,8 @@ class Study:
         fitting = []
         for one in self.candidates:
             fit = check_fit(one.make_trial(seed))
-            self._validate_metric(fit)
+            if fit.metric is not None:
+                self._validate_options(fit.metric)
             reason = fit.problem or (None if one.is_named else fit.exceeds_budgets)
             if reason is None:
                 fitting.append(one)
@@ -111,11 +114,13 @@ class Study:
                 self._leave_out(one.variant, reason)
         return self._require_some(fitting)
 
-    def _validate_metric(self, fit: Fit) -> None:
-        """Refuses the name of a metric that no run will have, before any is done."""
-        name = self.options.metric
-        if name is not None and fit.scores and name not in fit.scores:
-            raise ConfigError(describe_unknown("metric", name, fit.scores))
+    def _validate_options(self, main: MetricInfo) -> None:
+        """Refuses a metric that no run will have, and a target out of reach, before any is done."""
+        name, target = self.options.metric, self.options.target
+        if name is not None and name not in (scores := list_scores(main)):
+            raise ConfigError(describe_unknown("metric", name, scores))
+        if target is not None and name in (None, main.name):
+            validate_target(target, main)
 
     def _require_some(self, fitting: list[Candidate]) -> list[Candidate]:
         if not fitting:
