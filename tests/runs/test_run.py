@@ -123,6 +123,24 @@ def test_a_run_killed_before_its_first_file_was_whole_can_be_started_again(train
     assert not (tmp_path / ".initial.part").exists()
 
 
+def test_a_run_goes_on_with_the_examples_that_it_began_with(tmp_path):
+    x, y = torch.rand(12, 4), torch.arange(12) % 3
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+
+    def go(inputs, rounds, **more):
+        people = fq.make_clients((inputs, y), count=2)
+        method = fq.HeteroFL(STEPS, fraction=1.0)
+        return fq.train(model, x[:1], method, people, rounds, workers=0, out=tmp_path, **more)
+
+    go(x, 1)
+    before = records(tmp_path)
+    with pytest.raises(CheckpointError, match="was begun with other examples"):
+        go(x + 1, 2, resume=True)
+    assert records(tmp_path) == before
+    go(x.clone(), 2, resume=True)
+    assert max(record["round"] for record in records(tmp_path)) == 2
+
+
 def test_there_must_be_a_run_to_resume(train, tmp_path):
     with pytest.raises(CheckpointError, match="holds no run to resume"):
         train(tmp_path / "nowhere", resume=True)

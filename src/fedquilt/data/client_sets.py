@@ -88,6 +88,11 @@ class LazyData(Mapping[int, ClientData]):
         return {**vars(self), "_ready": OrderedDict()}
 
     @property
+    def is_made_by_function(self) -> bool:
+        """Whether nothing is known of the examples but what makes them."""
+        return not self._samples
+
+    @property
     def samples(self) -> tuple[ClientData, ...]:
         """Sets that tell what all are like."""
         own = [*self._samples] or [self[client] for client in self.clients[:1]]

@@ -60,6 +60,7 @@ class RunDirectory:
         self.status_file = self.path / "status.json"  # what it is doing, for those who watch
         self.trackers_file = self.path / "trackers.json"  # under which names they know the run
         self.structure_file = self.path / "structure.json"  # of the prepared model
+        self.examples_file = self.path / "examples.json"  # a hash of what clients have
         self.passes_file = self.path / "passes.json"  # how many clients train in one pass
         self.lock_file = self.path / "lock"
         self.secret_file = self.path / "secret.key"  # of a private run

@@ -40,6 +40,7 @@ from fedquilt.runs.events import (
     combine_callbacks,
     list_callbacks,
 )
+from fedquilt.runs.examples import check_examples
 from fedquilt.runs.history import HistoryRecorder
 from fedquilt.runs.identity import compute_fingerprint, describe_settings
 from fedquilt.runs.loop import TrainingLoop
@@ -237,6 +238,7 @@ class PreparedRun:
         )
         make_engine = plan.engine or make_local_engine(None)
         with held, OffloadedModels(self.setup.model, plan.setup.model) as offloaded:
+            check_examples(directory, plan.population, is_resumed=self.is_resumed)
             secret = self._find_secret()
             if directory is not None and not self.is_resumed:
                 self._write_settings(directory)
