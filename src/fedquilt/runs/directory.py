@@ -114,7 +114,13 @@ class RunDirectory:
     def _is_early(self, path: Path) -> bool:
         """Whether this may be there before there is a run, such as a half-written first file."""
         is_partial = path.name.startswith(".") and path.name.endswith(".part")
-        early = (self.config_file, self.lock_file, self.registry_file, self.secret_file)
+        early = (
+            self.config_file,
+            self.examples_file,
+            self.lock_file,
+            self.registry_file,
+            self.secret_file,
+        )
         return is_partial or path in early
 
     @contextmanager
