@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -86,11 +87,16 @@ class Last(nn.Module):
         return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+@cache  # fixtures with parameters are made anew for nearly every test
+def traced(norm: str) -> tuple[str, nn.Module, fq.Structure]:
+    torch.manual_seed(0)
+    model = Net(norm)
+    return norm, model, fq.trace_structure(model, torch.zeros(2, 1, 6, 6))
+
+
 @pytest.fixture(scope="module", params=NORMS)
 def structured(request: pytest.FixtureRequest) -> tuple[str, nn.Module, fq.Structure]:
-    torch.manual_seed(0)
-    model = Net(request.param)
-    return request.param, model, fq.trace_structure(model, torch.zeros(2, 1, 6, 6))
+    return traced(request.param)
 
 
 @pytest.fixture(scope="module", params=sorted(EVERY))
