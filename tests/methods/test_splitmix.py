@@ -825,6 +825,19 @@ def test_personal_accuracy_is_that_of_the_paper_and_user_accuracy_that_of_what_i
     assert [s.personal_accuracy for s in scored] != [s.user_accuracy for s in scored]
 
 
+def test_statistics_do_not_change_what_is_learned_so_one_training_is_scored_in_every_way(trained):
+    tracked = trained(statistics="tracked", rescale_layer=False)
+    for kind, choice in (("batch", "batch"), ("post", "refreshed")):
+        run = trained(statistics=kind, rescale_layer=False)
+        for name, tensor in run.state.params.items():
+            if not name.partition("@")[0].endswith(("running_mean", "running_var", "tracked")):
+                assert torch.equal(tensor, tracked.state.params[name]), name
+        expected = run.evaluate(workers=0, personal_statistics=True)
+        for asked in (run, tracked):
+            scores = asked.evaluate(workers=0, personal_statistics=choice)
+            assert [s.personal_accuracy for s in scores] == [s.personal_accuracy for s in expected]
+
+
 @pytest.mark.parametrize(
     ("method", "expected"),
     [

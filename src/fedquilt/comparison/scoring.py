@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from fedquilt.evaluation.scores import SizeScore
+from fedquilt.methods.method import PersonalChoice
 from fedquilt.runs.run import Run
 from fedquilt.settings.schema import Section
 from fedquilt.training.attack import PGD
@@ -27,9 +28,10 @@ class Scoring(Section):
     """The size of a step. Left out: as ``PGD`` chooses it."""
     batch_statistics: bool = False
     """Whether each batch of test data is normalized by itself."""
-    personal_statistics: bool = False
-    """Whether there is also personal_accuracy: with statistics of each client's own data, as the
-    paper of the method scores."""
+    personal_statistics: PersonalChoice = False
+    """Whether there is also personal_accuracy, with statistics of each client's own data: "batch",
+    of each batch of test data; "refreshed", of 20 passes over training data; true, as the paper of
+    the method scores."""
 
     def evaluate(self, run: Run) -> tuple[SizeScore, ...]:
         """The scores of a run whose data are known."""

@@ -44,7 +44,12 @@ from fedquilt.federation.registry import ClientRegistry
 from fedquilt.federation.state import Setup, State
 from fedquilt.federation.validation import EXAMPLES, LOSS, validate_reply
 from fedquilt.learning.task import LearningTask
-from fedquilt.methods.method import Method, PersonalStatistics, shares_weights
+from fedquilt.methods.method import (
+    Method,
+    PersonalChoice,
+    PersonalStatistics,
+    shares_weights,
+)
 from fedquilt.structure.cost import Cost, compute_cost
 from fedquilt.structure.subnet import Subnet
 from fedquilt.training.attack import PGD
@@ -69,7 +74,7 @@ def evaluate(
     attack: PGD | None = None,
     on_failure: Callable[[Failure], None] = lambda failure: None,
     batch_statistics: bool = False,
-    personal_statistics: bool = False,
+    personal_statistics: PersonalChoice = False,
     split: str = "test",
     people: ClientRegistry | None = None,
 ) -> list[SizeScore]:
@@ -88,7 +93,8 @@ def evaluate(
         on_failure: Is called with clients that gave no valid result; scores are without these.
         batch_statistics: Whether each batch of test data is normalized by itself.
         personal_statistics: Whether the nets are also evaluated with statistics of each client's
-            own data, as the method's paper does.
+            own data: True: as the method's paper does; ``batch``: of each batch of its test data;
+            ``refreshed``: of its training data, taken by 20 passes before it tests.
         split: Which of their data clients evaluate: ``test``, or ``validation``.
         people: Whose data are evaluated; None: the clients of the run. Sizes are those of the run.
 
@@ -125,8 +131,7 @@ def evaluate(
     tasks = _plan_tasks(
         tested, method, state, subnets, recipe, has_server_test=has_server_test, testers=testers
     )
-    statistics = method.personal_statistics if personal_statistics else None
-    refreshed = _refresh_statistics(tasks.own, statistics)
+    refreshed = _refresh_statistics(tasks.own, _choose_statistics(method, personal_statistics))
     groups = (tasks.shared, tasks.own, refreshed)
     results = _validate_results(tested, state, engine, [*itertools.chain(*groups)])
     on_shared, on_own, on_refreshed = (list(itertools.islice(results, len(g))) for g in groups)
@@ -140,7 +145,7 @@ def evaluate(
     chosen = None if robustness else _mean_over_clients(learned, answered, len(ensembles))
 
     def find_personal(point: int) -> float | None:
-        is_refreshed = chosen is None and personal_statistics
+        is_refreshed = chosen is None and bool(personal_statistics)
         return _mean_over_clients(learned, personal, point) if is_refreshed else chosen
 
     everywhere = on_shared if tasks.shared or not has_server_test else answered
@@ -226,6 +231,15 @@ def _make_client_task(
         recipe = replace(recipe, ensembles=(*recipe.ensembles, (len(subnets),)))
         subnets = (*subnets, state.chosen_subnets[client.id].excluding(*recipe.local_params))
     return Task(client.id, subnets, state.params, recipe, _seed(client.id))
+
+
+def _choose_statistics(method: Method, choice: PersonalChoice) -> PersonalStatistics | None:
+    """What a client's test data are normalized by for the personal value; None: as they were."""
+    if choice == "refreshed":
+        return method.refreshed_statistics
+    if choice == "batch":
+        return "batch"
+    return method.personal_statistics if choice else None
 
 
 def _refresh_statistics(own: Sequence[Task], statistics: PersonalStatistics | None) -> list[Task]:

@@ -35,6 +35,7 @@ from fedquilt.structure.structure import TRACKED
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import named_tensors
 from fedquilt.training.attack import PGD
+from fedquilt.training.settings import LocalTraining
 from fedquilt.training.statistics import QueryStatistics
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 class MethodTraits:
     """What a method is unless it says otherwise; no settings, so that a method may compute them."""
 
+    local_training: LocalTraining
     fraction: Fraction | None  # of the clients, in each round; None: see ``Phase``
     is_personal: bool = False  # whether clients choose, or have, nets of their own
 
@@ -221,6 +223,11 @@ class BaseMethod(MethodTraits):
     def statistics_recipe(self) -> QueryStatistics:
         """How clients find statistics."""
         return QueryStatistics(self.statistics_batch, scale=self.scales_outputs)
+
+    @property
+    def refreshed_statistics(self) -> QueryStatistics:
+        """Twenty passes, in batches as in training."""
+        return self.statistics_recipe.to_refresh(self.local_training.batch_size)
 
     def refuse_server_optimizer(self, reason: str) -> None:
         """Raises a ConfigError if there is a server optimizer, which a method cannot use."""

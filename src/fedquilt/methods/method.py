@@ -16,6 +16,7 @@ from fedquilt.training.statistics import QueryStatistics
 
 SizeKind = Literal["width", "parameters", "exits", "bases"]  # what a size is a fraction of
 PersonalStatistics = QueryStatistics | Literal["batch"]
+PersonalChoice = bool | Literal["batch", "refreshed"]  # True: as the method's paper scores
 SIZE_NAMES = {"width": "width", "parameters": "γ", "exits": "depth", "bases": "width"}
 
 
@@ -102,6 +103,11 @@ class Method(Protocol):
         That is each ``batch`` itself, or statistics that are first taken from the client's training
         data. None: the statistics of the model.
         """
+        ...
+
+    @property
+    def refreshed_statistics(self) -> QueryStatistics:
+        """How a client that refreshes the model's statistics before it tests takes them."""
         ...
 
     def has_statistics(self, setup: Setup) -> bool:

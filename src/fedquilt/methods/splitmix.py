@@ -214,7 +214,7 @@ class SplitMix(BaseMethod):
         recipe = replace(super().statistics_recipe, attack=self.attack)
         if self.statistics_kind != "post":
             return recipe
-        return replace(recipe, batch_size=self.local_training.batch_size, epochs=20)
+        return recipe.to_refresh(self.local_training.batch_size)
 
     @property
     def attack(self) -> PGD | None:

@@ -23,7 +23,7 @@ from fedquilt.evaluation.scores import Scores, SizeScore
 from fedquilt.evaluation.summary import SCORES, name_score
 from fedquilt.federation.state import Setup, State
 from fedquilt.figures.drawing import draw_side_by_side
-from fedquilt.methods.method import SIZE_NAMES, Method
+from fedquilt.methods.method import SIZE_NAMES, Method, PersonalChoice
 from fedquilt.runs.attacks import measure_backdoor, restore_attack
 from fedquilt.runs.customization import FinishedModel
 from fedquilt.runs.directory import RunDirectory
@@ -161,7 +161,7 @@ class Run:
         robustness: float | tuple[float, ...] = (),
         attack: PGD | None = None,
         batch_statistics: bool = False,
-        personal_statistics: bool = False,
+        personal_statistics: PersonalChoice = False,
         workers: int | None = None,
         device: str = "cpu",
     ) -> Scores:
@@ -171,9 +171,11 @@ class Run:
         test data that was attacked, with everything known about the model (white box). Scores are
         those of the models that ``customize`` gives; with ``batch_statistics`` every batch of test
         data is normalized by itself instead, as some papers score. With ``personal_statistics``
-        there is also the personal value, with statistics of each client's own data. If hostile
-        clients of the run taught a backdoor, its success is among the metrics. ``workers`` and
-        ``device`` are those of ``fedquilt.train``.
+        there is also the personal value, with statistics of each client's own data: those of each
+        ``batch`` of its test data, those that 20 passes over its training data find
+        (``refreshed``), or True: those of the method's paper. If hostile clients of the run taught
+        a backdoor, its success is among the metrics. ``workers`` and ``device`` are those of
+        ``fedquilt.train``.
         """
         people = self.population if population is None else population
         if people is None:

@@ -25,6 +25,7 @@ from fedquilt.training.scaler import scale_outputs
 from fedquilt.training.tracking import cumulative_statistics, use_batch_statistics
 
 ONLY_STATISTICS = ("*", f"!{STATISTICS}")  # as a subnet's ``excluded``
+REFRESH_EPOCHS = 20  # over a client's training data, before it tests (Split-Mix, Appendix A.3)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class QueryStatistics:
         """What the reply may be; it weighs by batches."""
         batches_each = math.ceil(client.num_examples / self.batch_size)
         return ReplySpec(self._shared_subnets(task), float(self.epochs * batches_each), {})
+
+    def to_refresh(self, batch_size: int) -> QueryStatistics:
+        """The same as a client refreshes statistics before it tests, in batches of this size."""
+        return replace(self, batch_size=batch_size, epochs=REFRESH_EPOCHS)
 
     def sent_subnets(self, task: Task) -> tuple[Subnet, ...]:
         """The statistics alone."""
