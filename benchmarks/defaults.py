@@ -47,7 +47,7 @@ def result(name: str, folder: Path, workers: Sequence[str]) -> dict[str, Any]:
     """What a method gets, and what it took."""
     is_begun = (folder / "initial.safetensors").exists()
     where = ["--resume", str(folder)] if is_begun else ["--method", name, "--out", str(folder)]
-    command = [sys.executable, "-m", "fedquilt.cli", "train", *where, *workers, "--json"]
+    command = [sys.executable, "-m", "fedquilt", "train", *where, *workers, "--json"]
     scores = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     local_training = build_method(load_config(read_toml(folder / "config.toml"))).local_training  # type: ignore[attr-defined]
     return {

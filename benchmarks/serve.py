@@ -41,7 +41,7 @@ def train_something(folder):
 
 
 def start_ours(folder, width):
-    command = [sys.executable, "-m", "fedquilt.cli", "serve", str(folder), "--port", "0", "--json"]
+    command = [sys.executable, "-m", "fedquilt", "serve", str(folder), "--port", "0", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     document = ""
     for line in process.stdout:

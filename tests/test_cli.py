@@ -68,7 +68,7 @@ def started(*arguments, **options):
     """The same as a process of its own."""
     source = str(Path(__file__).parent.parent / "src")
     return subprocess.Popen(
-        [sys.executable, "-m", "fedquilt.cli", *map(str, arguments)],
+        [sys.executable, "-m", "fedquilt", *map(str, arguments)],
         text=True,
         env={**os.environ, "PYTHONPATH": source, "TERM": "xterm", "COLUMNS": "100"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -248,7 +248,7 @@ def assert_says_how_to_go_on(code, err):
     told = re.fullmatch(r"fedquilt: stopped after round (\d+) of 10000; go on with: (.*)", last)
     assert told, err
     done, words = int(told[1]), shlex.split(told[2])
-    program = 3 if words[1:3] == ["-m", "fedquilt.cli"] else 1  # words, as it was called
+    program = 3 if words[1:3] == ["-m", "fedquilt"] else 1  # words, as it was called
     assert program == 3 or words[0] == "fedquilt"
     command = words[program:]
     result = fedquilt(*command, "--rounds", done + 1, "--workers", "0", "--json")

@@ -255,7 +255,7 @@ def test_shells_complete_commands_options_and_names(words, offered, monkeypatch,
 
 def test_bash_takes_the_script_of_completion(tmp_path):
     """The shell is found by the program itself, so bash calls it."""
-    program = f"{shlex.quote(sys.executable)} -m fedquilt.cli --show-completion"
+    program = f"{shlex.quote(sys.executable)} -m fedquilt --show-completion"
     asked = f"{program} > completion.sh && . ./completion.sh && complete -p fedquilt"
     shown = subprocess.run(
         ["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -278,4 +278,4 @@ def test_commands_that_are_printed_name_the_program_as_it_was_called(tmp_path, m
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     assert find_program(str(program)) == ["fedquilt"]
     assert find_program("/usr/bin/pytest") == ["fedquilt"]
-    assert find_program("/src/fedquilt/cli/__main__.py")[1:] == ["-m", "fedquilt.cli"]
+    assert find_program("/src/fedquilt/__main__.py")[1:] == ["-m", "fedquilt"]

@@ -38,7 +38,7 @@ def train_runs(folder: Path) -> list[Path]:
     """The runs that pictures are about."""
     for name, options in RUNS.items():
         if not (folder / name / "model" / "bundle.json").exists():
-            command = [sys.executable, "-m", "fedquilt.cli", "train", "--out", str(folder / name)]
+            command = [sys.executable, "-m", "fedquilt", "train", "--out", str(folder / name)]
             subprocess.run([*command, *options.split()], check=True)
     return [folder / name for name in RUNS]
 

@@ -95,7 +95,7 @@ def command(out):
     del settings["compare"]
     for name, value in flatten_settings(settings).items():
         words += ["--set", f"{name}={format_value(value)}"]
-    return [sys.executable, "-m", "fedquilt.cli", "compare", *words]
+    return [sys.executable, "-m", "fedquilt", "compare", *words]
 
 
 def stop(out, number):
@@ -116,7 +116,7 @@ def test_a_comparison_that_is_stopped_and_called_again_is_as_if_it_was_not(tmp_p
     assert code == -signal.SIGKILL, errors
     code, errors = stop(out, signal.SIGTERM)  # shells let programs in the background ignore SIGINT
     assert code == 130, errors
-    assert re.search("go on with: .*python.* -m fedquilt.cli compare ", errors)  # as it was called
+    assert re.search("go on with: .*python.* -m fedquilt compare ", errors)  # as it was called
     done = {path: path.stat().st_mtime_ns for path in out.glob("results/*.json")}
     assert len(done) < 4
     subprocess.run(command(out), check=True, capture_output=True)

@@ -155,7 +155,7 @@ def test_clients_that_misbehave_are_missed_by_name_and_the_others_work_counts(tm
 
 
 def fedquilt(*words):
-    command = [sys.executable, "-m", "fedquilt.cli", *map(str, words)]
+    command = [sys.executable, "-m", "fedquilt", *map(str, words)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

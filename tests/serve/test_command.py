@@ -18,7 +18,7 @@ def read_document(stream):
 
 
 def test_the_command_serves_with_a_token_until_it_is_interrupted(narrow_run):
-    command = [sys.executable, "-m", "fedquilt.cli", "serve", str(narrow_run.folder)]
+    command = [sys.executable, "-m", "fedquilt", "serve", str(narrow_run.folder)]
     options = ["--host", "0.0.0.0", "--port", "0", "--json"]
     with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
         document = read_document(process.stdout)

@@ -29,8 +29,8 @@ def find_program(called: str, folder: Path = Path()) -> list[str]:
         folder: Where it will be typed.
     """
     path, found = Path(called), shutil.which(NAME)
-    if path.parts[-2:] == ("cli", "__main__.py"):
-        return [_shorten(Path(sys.executable), folder), "-m", "fedquilt.cli"]
+    if path.parts[-2:] == ("fedquilt", "__main__.py"):
+        return [_shorten(Path(sys.executable), folder), "-m", "fedquilt"]
     if path.name != NAME or not path.is_file():
         return [NAME]  # called by another program
     return [NAME] if found is not None and Path(found).samefile(path) else [_shorten(path, folder)]

@@ -1,5 +1,0 @@
-"""``python -m fedquilt.cli``."""
-
-from fedquilt.cli import main
-
-main()
