@@ -20,7 +20,7 @@ from fedquilt.serve.wish import Wish
 CLIENT = httpx.Client(timeout=30)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _close_client():
     yield
     CLIENT.close()

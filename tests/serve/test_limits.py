@@ -22,7 +22,7 @@ CLIENT = httpx.Client(timeout=20)
 GOOD = json.dumps({"inputs": np.zeros((1, 8, 8)).tolist()}).encode()
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _close_client():
     yield
     CLIENT.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,6 +155,7 @@ class ClientContext:
         self._shared.given, self._shared.moved = None, {}
         if self._shared.resident is not None:
             self._shared.resident.release()
+        gc.collect()  # cycles hold tensors, too; those of an exception and its frames, say
         if is_accelerator(self.device):
             release_cached_memory(self.device)
 
