@@ -93,6 +93,7 @@ def test_by_class_gives_every_class_equally_many_shards(labels, num_clients, per
 
 
 @given(labelled(), st.integers(1, 20), st.floats(1e-3, 1e3), seeds, st.integers(1, 10))
+@example(np.zeros(30, int), 3, 20.0, 15, 10)  # the richest has fewer to spare than are missing
 @FEW
 def test_dirichlet_uses_each_row_once_and_leaves_nobody_poor(labels, count, alpha, seed, minimum):
     assume(count * minimum <= len(labels))

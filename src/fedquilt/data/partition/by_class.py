@@ -194,8 +194,9 @@ def draw_dirichlet_weights(
 def _raise_to_minimum(counts: Indices, minimum: int) -> Indices:
     """Moves counts (class, client) from the largest clients to those below the minimum.
 
-    The poorest client gets from the richest; of equal ones the first is meant. Heaps find them: to
-    look at all clients for each one that is poor would take time in the square of their number.
+    The poorest client gets from the richest, which keeps the minimum; of equal ones the first is
+    meant. Heaps find them: to look at all clients for each one that is poor would take time in the
+    square of their number.
     """
     counts = counts.copy()
     totals = counts.sum(axis=0).tolist()
@@ -211,7 +212,8 @@ def _raise_to_minimum(counts: Indices, minimum: int) -> Indices:
             heapq.heapreplace(richest, (-totals[richest[0][1]], richest[0][1]))
         rich = richest[0][1]
         label = int(counts[:, rich].argmax())
-        given = min(minimum - totals[poor], int(counts[label, rich]))
+        spare = totals[rich] - minimum  # above 0: all have the minimum on average, and one has less
+        given = min(minimum - totals[poor], int(counts[label, rich]), spare)
         counts[label, poor] += given
         counts[label, rich] -= given
         totals[poor] += given
