@@ -1,6 +1,6 @@
 """In-situ customization: what it takes to switch a model's point, and to take a model from disk.
 
-    python benchmarks/customize.py [--switches 10000] [--repeat 5] [--json]
+    python benchmarks/customize.py [--switches 10000] [--repeat 5] [--save]
 
 The model is Split-Mix's for Digits: eight bases of an eighth of the width, each with two kinds of
 normalisation. Times are compared with one answer to one image within the same run, so that they can
@@ -11,7 +11,7 @@ with the model, and a model of one base that reads an eighth of the file.
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import statistics
 import tempfile
 import time
@@ -22,17 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import Recorder, Table
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.customize import bundle
 from fedquilt.customize.ensemble import Ensemble
-from fedquilt.federation.state import Setup
 from fedquilt.files import hash_file
 from fedquilt.models.splitmix import DigitsCNN
 
 EXAMPLE = torch.zeros(1, 3, 28, 28)
-METHOD = fq.SplitMix(base=0.125, robust=True)
+METHOD = fq.SplitMix(fq.LocalTraining(epochs=1), base=0.125, robust=True, steps=1)
 POINTS = [(w / 8, r / 10) for w in (1, 8, 4, 2) for r in (0, 3, 10)]
 
 
@@ -66,21 +65,14 @@ def seconds(work: Callable[[], object], repeat: int) -> list[float]:
     return times
 
 
-def finished(folder: Path) -> tuple[nn.Module, float]:
-    """A run's model on disk, as training would leave it; and the time to trace it, in seconds."""
+def train_something(folder: Path) -> tuple[nn.Module, float]:
+    """A run of one round on noise, on disk; and the seconds that tracing its model takes."""
     model = DigitsCNN()
     start = time.perf_counter()
     structure = fq.trace_structure(model, EXAMPLE)
     traced = time.perf_counter() - start
-    people = (fq.Client(0, 1, (), fq.Budget(1.0)),)
-    setup = METHOD.prepare_model(Setup(model, structure, EXAMPLE, people, rounds=1, seed=0))
-    about = {
-        "seed": 0,
-        "rounds": 1,
-        "sizes": list(METHOD.sizes(setup)),
-        "example": [{"shape": list(EXAMPLE.shape), "dtype": "float32"}],
-    }
-    bundle.save_bundle(folder / "model", METHOD.start(setup).params, structure, about)
+    clients = fq.make_clients((torch.rand(20, *EXAMPLE.shape[1:]), torch.arange(20) % 10), count=1)
+    fq.train(model, EXAMPLE, METHOD, clients, 1, workers=0, out=folder, structure=structure)
     return model, traced
 
 
@@ -120,9 +112,10 @@ def taking(run: fq.Run, width: float, repeat: int) -> dict[str, float]:
 
 
 def measured(switches: int, repeat: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name, torch.no_grad():
-        folder = Path(name)
-        net, traced = finished(folder)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        net, traced = train_something(folder)
+        stack.enter_context(torch.no_grad())
         file = folder / "model" / "params.safetensors"
         opening = seconds(lambda: fq.open_run(folder, net, METHOD), repeat)
 
@@ -153,40 +146,49 @@ def measured(switches: int, repeat: int) -> dict[str, Any]:
         }
 
 
-def show(found: dict[str, Any]) -> None:
+def list_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Rows of what was done, its milliseconds, and the same in answers."""
     forward, switch = found["answer"]["width 1"], found["switch"]
-    print(f"one answer to one image: {1e3 * forward:.2f} ms at width 1")
-    print(
-        f"switch: median {1e6 * switch['median']:.1f} µs ({switch['median'] / forward:.5f} of an "
-        f"answer), longest {1e6 * switch['longest']:.0f} µs, of which on the processor at most "
-        f"{1e6 * switch['longest_on_processor']:.0f} µs; {switch['bytes']} bytes allocated"
-    )
-    print(
-        f"open a run: {1e3 * found['open']:.1f} ms, "
-        f"{found['open'] / found['trace']:.3f} of tracing its model"
-    )
+    times = {
+        "a prediction for one image, width 1": forward,
+        "a change of size and robustness": switch["median"],
+        "the longest change": switch["longest"],
+        "the longest change, on the processor": switch["longest_on_processor"],
+        "opening a run": found["open"],
+        "tracing its model, which opening spares": found["trace"],
+    }
     for label, take in found["take"].items():
-        print(
-            f"take {label}: {1e3 * take['first']:.1f} ms with its check, "
-            f"{1e3 * take['median']:.1f} ms again ({take['median'] / forward:.1f} answers); "
-            f"reads {take['bytes_read'] / found['file_bytes']:.3f} of the file, "
-            f"holds {take['bytes_held'] / found['file_bytes']:.3f}"
-        )
-    print(f"a hash of the whole file would take {1e3 * found['hash_of_the_file']:.1f} ms")
+        times[f"{label} from disk"] = take["first"]
+        times[f"{label} again"] = take["median"]
+    return [(name, f"{1e3 * s:.3g}", f"{s / forward:.3g}") for name, s in times.items()]
+
+
+def list_notes(found: dict[str, Any], switches: int) -> list[str]:
+    """What the rows do not say."""
+    taken = (
+        f"{label} {take['bytes_read'] / found['file_bytes']:.3f}"
+        for label, take in found["take"].items()
+    )
+    return [
+        "A Split-Mix model, eight bases for Digits with two kinds of normalization; medians, one "
+        f"thread. There were {switches} changes; one allocates {found['switch']['bytes']} bytes.",
+        f"Of the file is read: {', '.join(taken)}.",
+    ]
 
 
 def main() -> None:
+    """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--switches", type=int, default=10_000)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--save", action="store_true", help="store the figures")
     options = parser.parse_args()
+    recorder = Recorder("customize", options.save)
     torch.set_num_threads(1)
     found = measured(options.switches, options.repeat)
-    if options.json:
-        print(json.dumps(found, indent=2))
-    else:
-        show(found)
+    header = "", "ms", "predictions"
+    notes = list_notes(found, options.switches)
+    recorder.finish(Table("Changing size and robustness", header, list_rows(found), notes))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 from fedquilt.formatting import format_percent
 from fedquilt.methods import METHODS
 from fedquilt.methods.method import SIZE_NAMES
+from fedquilt.runs.directory import RunDirectory
 from fedquilt.runs.records import read_times
 from fedquilt.settings.load import load_config
 from fedquilt.settings.resolve import build_method
@@ -53,7 +54,7 @@ def result(name: str, folder: Path, workers: Sequence[str]) -> dict[str, Any]:
     return {
         "method": name,
         "epochs": local_training.epochs,
-        "seconds": sum(record["seconds"] for record in read_times(folder)),
+        "seconds": sum(record["seconds"] for record in read_times(RunDirectory(folder))),
         **{key: value for key, value in scores.items() if key != "run"},
     }
 

@@ -1,6 +1,6 @@
 """What skipping blocks saves: a training step and the upload, with half of ResNet110's blocks.
 
-    python benchmarks/depth.py [--model resnet110] [--depth 0.5] [--batch 32] [--steps 7]
+    python benchmarks/depth.py [--model resnet110] [--depth 0.5] [--batch 32] [--steps 7] [--save]
 
 One thread. The whole net and the submodel are timed in turn, so that noise falls on both; printed
 are medians and ratios. Wanted: a step at least 1.8 times faster, at most 0.55 of the bytes.
@@ -9,13 +9,13 @@ are medians and ratios. Wanted: a step at least 1.8 times faster, at most 0.55 o
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from record import Recorder, Table
 from torch import nn
 
 import fedquilt as fq
@@ -34,7 +34,9 @@ def main() -> None:
     parser.add_argument("--depth", type=float, default=0.5)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--save", action="store_true", help="store the figures")
     options = parser.parse_args()
+    recorder = Recorder("depth", options.save)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, example = make_model(options.model, {}), torch.zeros(1, 3, 32, 32)
@@ -57,19 +59,19 @@ def main() -> None:
         )
         for name, s in subnets.items()
     }
-    print(
-        json.dumps(
-            {
-                "model": options.model,
-                "blocks": len(structure.blocks),
-                "skipped": len(subnets["shallow"].skipped),
-                "seconds": {name: round(value, 4) for name, value in medians.items()},
-                "times faster": round(medians["whole"] / medians["shallow"], 2),
-                "bytes": sent,
-                "of the bytes": round(sent["shallow"] / sent["whole"], 3),
-            }
-        )
+    skipped = len(subnets["shallow"].skipped)
+    cells = [
+        (name, f"{1e3 * medians[name]:.1f}", f"{sent[name] / 1e6:.2f}")
+        for name in ("whole", "shallow")
+    ]
+    faster, part = medians["whole"] / medians["shallow"], sent["shallow"] / sent["whole"]
+    notes = (
+        f"A step is {faster:.2f} times faster, and {part:.3f} of the bytes travel. Targets: at "
+        "least 1.8, at most 0.55.",
+        f"{options.model}, {skipped} of {len(structure.blocks)} blocks skipped, batches of "
+        f"{options.batch}, one thread, medians of {options.steps} steps in turn.",
     )
+    recorder.finish(Table("Skipping blocks", ("", "ms a step", "MB to send"), cells, notes))
 
 
 def step_of(
@@ -81,7 +83,7 @@ def step_of(
     settings = fq.LocalTraining(lr=0.01, max_grad_norm=None)
     optimizer = settings.optimizer_at(settings.lr)
     x, y = torch.rand(batch, 3, 32, 32), torch.randint(10, (batch,))
-    trained = make_trainer([net], optimizer, PlainLoss(), stacked=False)
+    trained = make_trainer([net], optimizer, PlainLoss())
     generator = torch.Generator()
     return lambda: trained.step((x, y), generator)
 

@@ -55,7 +55,7 @@ def main() -> None:
         return
     source = load_dataset(options.source)
     client = source.train.select(torch.randperm(len(source.train))[: options.images].numpy())
-    test = source.test.select(torch.arange(2000).numpy())
+    test = source.test.select(torch.arange(min(2000, len(source.test))).numpy())
     channels = client.inputs.shape[1] if client.inputs.ndim == 4 else 1
     net = MobileNetV2(in_channels=channels, multiplier=options.multiplier, stem_stride=2)
     warm = source.train.select(torch.randperm(len(source.train))[: options.warm].numpy())

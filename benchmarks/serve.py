@@ -1,6 +1,6 @@
 """Serving under load: requests a second and latency, against a bare FastAPI + PyTorch handler.
 
-    python benchmarks/serve.py [--seconds 5] [--repeats 3] [--clients 16]
+    python benchmarks/serve.py [--seconds 5] [--repeats 3] [--clients 16] [--save]
 
 Both servers run the same network at sizes 1 and 1/4, one after the other in turns, on this machine
 over loopback; each request is one image as JSON numbers. The load comes from this process, with as
@@ -157,11 +157,14 @@ def main():
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--save", action="store_true", help="store the figures")
     options = parser.parse_args()
     if options.bare:
         run_bare(Path(options.bare[0]), float(options.bare[1]), options.bare[2])
         return
-    print(f"{os.cpu_count()} cores, {options.clients} clients, PyTorch {torch.__version__}")
+    from record import Recorder, Table  # not in a server
+
+    recorder, cells = Recorder("serve", options.save), []
     with tempfile.TemporaryDirectory() as folder:
         train_something(Path(folder) / "run")
         for width in WIDTHS:
@@ -170,13 +173,17 @@ def main():
                 for name, start in SERVERS.items():
                     results[name].append(measure(start, Path(folder) / "run", width, options))
             for name, runs in results.items():
-                rate, median, late = (
-                    statistics.median(column) for column in zip(*runs, strict=True)
-                )
-                print(
-                    f"size {width:<5g} {name:18} {rate:7.0f} requests/s, "
-                    f"p50 {median:6.2f} ms, p99 {late:6.2f} ms"
-                )
+                rate, median, late = map(statistics.median, zip(*runs, strict=True))
+                cells.append((f"{width:g}", name, f"{rate:.0f}", f"{median:.1f}", f"{late:.0f}"))
+    header = "size", "server", "requests/s", "p50 ms", "p99 ms"
+    notes = (
+        "HeteroFL's CNN on images of 28 x 28 points, one image a request as JSON, "
+        f"{options.clients} clients on loopback, {os.cpu_count()} cores that the load shares, one "
+        "thread a model, servers in turn.",
+        "The bare handlers are what one would write with FastAPI and PyTorch: in its threads "
+        "(def), or in its event loop (async def).",
+    )
+    recorder.finish(Table("Serving", header, cells, notes))
 
 
 if __name__ == "__main__":

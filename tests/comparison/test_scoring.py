@@ -1,6 +1,8 @@
 """A finished run is scored as an experiment says."""
 
+import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 import fedquilt as fq
@@ -22,3 +24,10 @@ def test_a_run_is_scored_at_the_sizes_and_with_the_statistics_that_are_asked_for
     (plain,) = Scoring(widths=(1.0,)).evaluate(run)
     assert plain.personal_accuracy is None
     assert plain.user_accuracy == scores[0].user_accuracy
+
+
+@pytest.mark.parametrize("choice", ["post", "yes", 2, ["batch"]])
+def test_statistics_that_there_are_not_are_refused_where_they_are_named(choice):
+    with pytest.raises(ValidationError, match="true, false, 'batch' or 'refreshed', got") as caught:
+        Scoring(personal_statistics=choice)
+    assert [error["loc"] for error in caught.value.errors()] == [("personal_statistics",)]

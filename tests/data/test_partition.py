@@ -434,6 +434,7 @@ def test_texts_that_make_no_sense_are_refused(text, words):
         (lambda: split_dirichlet(LABELS, 10, -1.0, 0), "above 0, got -1.0"),
         (lambda: split_dirichlet(LABELS, 10, 1.0, 0, minimum=61), "from 1 to 60.*got 61"),
         (lambda: split_dirichlet(LABELS, 10, 1.0, 0, minimum=0), "from 1 to 60.*got 0"),
+        (lambda: split_dirichlet(LABELS, 10, 1.0, 0, minimum=2.5), "whole number.*got 2.5"),
         (
             lambda: split_by_group(LABELS, 15, 0),
             "15 clients for 10 domains; ask for a multiple of 10",

@@ -75,8 +75,10 @@ class Federation:
         subnets = [(self.structure.subnet(width),) for width in widths]
         return [Task(c, subnets[c % len(widths)], self.params, recipe, seed=c) for c in range(4)]
 
-    def engine(self, workers: int = 0, devices=(SIM,)) -> LocalEngine:
-        return LocalEngine(self.net, self.structure, self.data, workers=workers, devices=devices)
+    def engine(self, workers: int = 0, devices=(SIM,), **more) -> LocalEngine:
+        return LocalEngine(
+            self.net, self.structure, self.data, workers=workers, devices=devices, **more
+        )
 
     def run(self, workers=0, devices=(SIM,), widths=(1.0, 0.5)) -> list[Update | Failure]:
         with self.engine(workers, devices) as engine:
@@ -299,6 +301,14 @@ def test_what_was_kept_makes_room_for_a_task_and_one_that_does_not_fit_alone_fai
         "its work does not fit into the memory of device sim:0, even with one client at a time; "
         "use a smaller batch_size, or give it a smaller budget"
     )
+
+
+def test_clients_of_one_pass_that_is_too_large_work_alone():
+    federation, expected = Federation(norm=False), bits(Federation(norm=False).run(widths=(1.0,)))
+    need, _ = measure(federation)
+    torch.ops.sim.set_limit(0, memory()[0] + need + 64)
+    with federation.engine(clients_per_pass=4) as engine:
+        assert bits(list(engine.run(federation.tasks(widths=(1.0,))))) == expected
 
 
 def test_fewer_clients_work_at_a_time_on_a_device_that_is_too_small_for_all():

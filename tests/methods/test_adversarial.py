@@ -14,6 +14,8 @@ from fedquilt.structure.cut import build_module
 from fedquilt.training.dualnorm import on_path, set_robustness
 from fedquilt.training.objectives import Adversarial, OnceForAll
 
+HALVES = "clean", "noise"
+
 
 @pytest.fixture
 def images(world):
@@ -67,6 +69,17 @@ def test_oat_trains_one_net_that_is_told_its_trade_off(images, local_training):
     assert not any(one.equal(other) for one, other in itertools.pairwise(answers))
     with on_path(net, 0.0):
         assert net(torch.rand(3, 1, 5, 5)).isfinite().all()
+
+
+def test_statistics_that_oat_asks_for_are_of_attacked_batches_in_the_noise_halves(
+    images, local_training
+):
+    method = replace(fq.fedavg_oat(local_training, epsilon=0.1, steps=1), query_statistics=True)
+    net, here = images.setup.model, images.setup
+    run = fq.train(net, here.example, method, images.people, 1, structure=here.structure, workers=0)
+    clean, noise = (run.state.params[f"features.1.norm.{half}.running_mean"] for half in HALVES)
+    assert noise.count_nonzero() == noise.numel()
+    assert not noise.equal(clean)
 
 
 def test_oat_can_draw_a_trade_off_for_every_example(images, local_training):

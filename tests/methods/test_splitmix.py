@@ -838,6 +838,24 @@ def test_statistics_do_not_change_what_is_learned_so_one_training_is_scored_in_e
             assert [s.personal_accuracy for s in scores] == [s.personal_accuracy for s in expected]
 
 
+def test_statistics_are_refreshed_from_nothing_whether_the_model_has_any_or_not(trained):
+    found = [
+        trained(statistics="batch", rescale_layer=False, query_statistics=asked).evaluate(
+            workers=0, personal_statistics="refreshed"
+        )
+        for asked in (True, False)
+    ]
+    ours, without = ([score.personal_accuracy for score in scores] for scores in found)
+    assert ours == without
+    assert without != [score.user_accuracy for score in found[1]]  # which are those of batches
+
+
+@pytest.mark.parametrize("choice", ["refresh", "post", "", 1, ["batch"], None])
+def test_statistics_that_there_are_not_are_refused(trained, choice):
+    with pytest.raises(ConfigError, match="true, false, 'batch' or 'refreshed', got"):
+        trained(statistics="batch").evaluate(workers=0, personal_statistics=choice)
+
+
 @pytest.mark.parametrize(
     ("method", "expected"),
     [

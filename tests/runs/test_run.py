@@ -527,3 +527,16 @@ def test_a_budget_that_no_client_has_is_no_problem_of_a_checkpoint(tmp_path):
     method = fq.fed_uniform(local_training=STEPS)
     run = fq.train(model, data[0][:1], method, people, 1, workers=0, out=tmp_path / "run")
     assert fq.open_run(tmp_path / "run", model, method).scores == run.scores
+
+
+def test_clients_that_could_not_be_evaluated_are_told():
+    inputs, labels = torch.rand(25, 4), torch.arange(25) % 3
+    rows = slice(0, 1), slice(1, 13), slice(13, 25)  # one example has no variance
+    data = [(inputs[r], labels[r]) for r in rows]
+    clients = fq.make_clients(data, test=data)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    method = fq.FedAvg(fq.LocalTraining(epochs=1, batch_size=4))
+    run = fq.train(net, inputs[:1], method, clients, 1, workers=0)
+    with pytest.warns(UserWarning, match="1 of 3 clients could not be evaluated.*client 0: "):
+        scores = run.evaluate(workers=0, personal_statistics="refreshed")
+    assert scores[0].personal_accuracy is not None

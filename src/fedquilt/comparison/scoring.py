@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
 
+from pydantic import BeforeValidator, Field
+
+from fedquilt.errors import ConfigError
 from fedquilt.evaluation.scores import SizeScore
-from fedquilt.methods.method import PersonalChoice
+from fedquilt.methods.method import PersonalChoice, check_personal_choice
 from fedquilt.runs.run import Run
 from fedquilt.settings.schema import Section
 from fedquilt.training.attack import PGD
+
+
+def _check_choice(choice: object) -> object:
+    try:
+        check_personal_choice(choice)
+    except ConfigError as problem:
+        raise ValueError(str(problem)) from None
+    return choice
 
 
 class Scoring(Section):
@@ -28,7 +39,7 @@ class Scoring(Section):
     """The size of a step. Left out: as ``PGD`` chooses it."""
     batch_statistics: bool = False
     """Whether each batch of test data is normalized by itself."""
-    personal_statistics: PersonalChoice = False
+    personal_statistics: Annotated[PersonalChoice, BeforeValidator(_check_choice)] = False
     """Whether there is also personal_accuracy, with statistics of each client's own data: "batch",
     of each batch of test data; "refreshed", of 20 passes over training data; true, as the paper of
     the method scores."""

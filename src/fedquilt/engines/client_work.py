@@ -67,10 +67,10 @@ def run_task(
         except Exception as problem:
             if not is_out_of_memory(problem):
                 raise
-            raise DeviceMemoryError(
-                f"its work does not fit into the memory of device {context.device}, even with one "
-                "client at a time; use a smaller batch_size, or give it a smaller budget"
-            ) from None
+        raise DeviceMemoryError(  # after the handler, so that it holds nothing of the work
+            f"its work does not fit into the memory of device {context.device}, even with one "
+            "client at a time; use a smaller batch_size, or give it a smaller budget"
+        )
 
 
 def run_stack(
@@ -115,8 +115,9 @@ def _run_readable(
         try:
             return _run_in_one_pass(tasks, context, client_states, heard)
         except Exception as problem:
-            if is_out_of_memory(problem):
-                context.release_memory()
+            is_too_much = is_out_of_memory(problem)
+        if is_too_much:
+            context.release_memory()  # now that the exception has let go of what it held
     results: list[ClientResult | Exception] = []
     for task, state, report in zip(tasks, client_states, heard, strict=True):
         try:

@@ -48,6 +48,7 @@ from fedquilt.methods.method import (
     Method,
     PersonalChoice,
     PersonalStatistics,
+    check_personal_choice,
     shares_weights,
 )
 from fedquilt.structure.cost import Cost, compute_cost
@@ -94,7 +95,8 @@ def evaluate(
         batch_statistics: Whether each batch of test data is normalized by itself.
         personal_statistics: Whether the nets are also evaluated with statistics of each client's
             own data: True: as the method's paper does; ``batch``: of each batch of its test data;
-            ``refreshed``: of its training data, taken by 20 passes before it tests.
+            ``refreshed``: of its training data, taken by 20 passes before it tests. Where clients
+            chose nets of their own, the personal value is that of these, as they are.
         split: Which of their data clients evaluate: ``test``, or ``validation``.
         people: Whose data are evaluated; None: the clients of the run. Sizes are those of the run.
 
@@ -113,6 +115,7 @@ def evaluate(
     """
     if robustness and not has_dial(setup.model):
         raise ConfigError(NO_DIAL)
+    check_personal_choice(personal_statistics)
     sizes = widths or method.sizes(setup)
     ensembles = [method.ensemble(setup, state, width) for width in sizes]
     subnets = tuple(dict.fromkeys(itertools.chain.from_iterable(ensembles)))  # each once
@@ -131,7 +134,9 @@ def evaluate(
     tasks = _plan_tasks(
         tested, method, state, subnets, recipe, has_server_test=has_server_test, testers=testers
     )
-    refreshed = _refresh_statistics(tasks.own, _choose_statistics(method, personal_statistics))
+    has_chosen = not robustness and any(client in state.chosen_subnets for client in testers)
+    statistics = None if has_chosen else _choose_statistics(method, personal_statistics)
+    refreshed = _refresh_statistics(tasks.own, statistics)
     groups = (tasks.shared, tasks.own, refreshed)
     results = _validate_results(tested, state, engine, [*itertools.chain(*groups)])
     on_shared, on_own, on_refreshed = (list(itertools.islice(results, len(g))) for g in groups)
@@ -251,7 +256,7 @@ def _refresh_statistics(own: Sequence[Task], statistics: PersonalStatistics | No
         if statistics == "batch":
             recipe = replace(recipe, batch_statistics=True)
         else:
-            recipe = replace(recipe, statistics=statistics)
+            recipe = replace(recipe, statistics=statistics, batch_statistics=False)
         tasks.append(replace(task, recipe=recipe))
     return tasks
 

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from torch import nn
 
+from fedquilt.errors import ConfigError
 from fedquilt.federation.aggregation import AggregationPipeline
 from fedquilt.federation.client import Client, Task, Update
 from fedquilt.federation.state import Phase, Setup, State
@@ -18,6 +19,17 @@ SizeKind = Literal["width", "parameters", "exits", "bases"]  # what a size is a 
 PersonalStatistics = QueryStatistics | Literal["batch"]
 PersonalChoice = bool | Literal["batch", "refreshed"]  # True: as the method's paper scores
 SIZE_NAMES = {"width": "width", "parameters": "γ", "exits": "depth", "bases": "width"}
+
+
+def check_personal_choice(choice: object) -> None:
+    """Checks that a choice of statistics for the personal value is one.
+
+    >>> check_personal_choice("refreshed")
+    """
+    if not isinstance(choice, bool) and choice not in ("batch", "refreshed"):
+        raise ConfigError(
+            f"personal_statistics must be true, false, 'batch' or 'refreshed', got {choice!r}"
+        )
 
 
 class Method(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from fedquilt.evaluation.accuracy import evaluate, evaluate_by_client
 from fedquilt.evaluation.clients import ClientRecord, ClientScore, compute_client_scores
 from fedquilt.evaluation.scores import Scores, SizeScore
 from fedquilt.evaluation.summary import SCORES, name_score
+from fedquilt.federation.client import Failure
 from fedquilt.federation.state import Setup, State
 from fedquilt.figures.drawing import draw_side_by_side
 from fedquilt.methods.method import SIZE_NAMES, Method, PersonalChoice
@@ -194,6 +196,7 @@ class Run:
         for value in dials:
             FinishedModel(self.setup, self.method, self.state).choose_robustness(value)
         versions, state = self._require_client_states()
+        failures: list[Failure] = []
         make_engine = make_local_engine(workers, device=device)
         with closing(make_engine(self.setup, people, self._clients_folder)) as engine:
             engine.restore(versions)
@@ -209,12 +212,20 @@ class Run:
                 batch_statistics=batch_statistics,
                 personal_statistics=personal_statistics,
                 people=people.registry,
+                on_failure=failures.append,
             )
             scores = measure_backdoor(
                 restore_attack(self.info.attack),
                 engine,
                 find_scores(engine=engine, attack=attack),
                 find_scores,
+            )
+        if failures:
+            warnings.warn(
+                f"{len({failure.client for failure in failures})} of {len(people.testers)} clients "
+                "could not be evaluated, and some scores are without them; client "
+                f"{failures[0].client}: {failures[0].reason}",
+                stacklevel=2,
             )
         if attack is not None and all(score.robust_value is None for score in scores):
             raise TrainingError(

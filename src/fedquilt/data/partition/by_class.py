@@ -178,10 +178,11 @@ def draw_dirichlet_weights(
     """Draws how many examples of each class each client gets, at least ``minimum`` in all."""
     check_alpha(alpha)
     check_num_clients(num_clients, len(labels))
-    if not 1 <= minimum <= len(labels) // num_clients:
+    most = len(labels) // num_clients
+    if not isinstance(minimum, (int, np.integer)) or not 1 <= minimum <= most:
         raise DataError(
-            f"the minimum must be from 1 to {len(labels) // num_clients}, which is all that "
-            f"{len(labels)} examples give each of {num_clients} clients, got {minimum}; lower it"
+            f"the minimum must be a whole number from 1 to {most}, which is all that {len(labels)} "
+            f"examples give each of {num_clients} clients, got {minimum!r}"
         )
     classes, sizes = np.unique(labels, return_counts=True)
     rng = Stream.WEIGHTS.make_generator(seed)
