@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import nn
 
 import fedquilt as fq
 from fedquilt.engines import client_work

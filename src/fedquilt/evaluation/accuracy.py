@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 
 from fedquilt.engines.engine import Engine
 from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.evaluation.personal import choose_statistics, refresh_statistics
 from fedquilt.evaluation.scores import SizeScore
 from fedquilt.federation.client import SERVER, Client, Failure, Task, Update, derive_seed
 from fedquilt.federation.registry import ClientRegistry
@@ -47,7 +48,6 @@ from fedquilt.learning.task import LearningTask
 from fedquilt.methods.method import (
     Method,
     PersonalChoice,
-    PersonalStatistics,
     check_personal_choice,
     shares_weights,
 )
@@ -119,24 +119,22 @@ def evaluate(
     sizes = widths or method.sizes(setup)
     ensembles = [method.ensemble(setup, state, width) for width in sizes]
     subnets = tuple(dict.fromkeys(itertools.chain.from_iterable(ensembles)))  # each once
-    has_statistics = method.has_statistics(setup) or bool(method.local_params)
-    recipe = Evaluate(
+    recipe = replace(
+        _make_recipe(setup, method),
         ensembles=tuple(tuple(map(subnets.index, ensemble)) for ensemble in ensembles),
-        local_params=method.local_params,
         robustness=robustness,
         attack=attack,
-        scale=method.scales_outputs,
-        batch_statistics=batch_statistics or not has_statistics,
-        metrics=setup.task.numbers,
         split=split,
     )
+    if batch_statistics:
+        recipe = replace(recipe, batch_statistics=True)
     tested = setup if people is None else replace(setup, clients=people)
     tasks = _plan_tasks(
         tested, method, state, subnets, recipe, has_server_test=has_server_test, testers=testers
     )
     has_chosen = not robustness and any(client in state.chosen_subnets for client in testers)
-    statistics = None if has_chosen else _choose_statistics(method, personal_statistics)
-    refreshed = _refresh_statistics(tasks.own, statistics)
+    statistics = None if has_chosen else choose_statistics(method, personal_statistics)
+    refreshed = refresh_statistics(tasks.own, statistics)
     groups = (tasks.shared, tasks.own, refreshed)
     results = _validate_results(tested, state, engine, [*itertools.chain(*groups)])
     on_shared, on_own, on_refreshed = (list(itertools.islice(results, len(g))) for g in groups)
@@ -165,6 +163,16 @@ def evaluate(
         )
         for i, (dial, (width, ensemble)) in enumerate(points)
     ]
+
+
+def _make_recipe(setup: Setup, method: Method) -> Evaluate:
+    """How nets of a method are evaluated; with statistics of batches if they have none."""
+    return Evaluate(
+        metrics=setup.task.numbers,
+        local_params=method.local_params,
+        scale=method.scales_outputs,
+        batch_statistics=not (method.has_statistics(setup) or method.local_params),
+    )
 
 
 @dataclass(frozen=True)
@@ -238,29 +246,6 @@ def _make_client_task(
     return Task(client.id, subnets, state.params, recipe, _seed(client.id))
 
 
-def _choose_statistics(method: Method, choice: PersonalChoice) -> PersonalStatistics | None:
-    """What a client's test data are normalized by for the personal value; None: as they were."""
-    if choice == "refreshed":
-        return method.refreshed_statistics
-    if choice == "batch":
-        return "batch"
-    return method.personal_statistics if choice else None
-
-
-def _refresh_statistics(own: Sequence[Task], statistics: PersonalStatistics | None) -> list[Task]:
-    """The tasks of clients, with statistics of their own data; none without such statistics."""
-    tasks: list[Task] = []
-    for task in own if statistics is not None else ():
-        assert isinstance(task.recipe, Evaluate)
-        recipe = replace(task.recipe, attack=None, labels=None)
-        if statistics == "batch":
-            recipe = replace(recipe, batch_statistics=True)
-        else:
-            recipe = replace(recipe, statistics=statistics, batch_statistics=False)
-        tasks.append(replace(task, recipe=recipe))
-    return tasks
-
-
 def _score(
     learned: LearningTask,
     point: int,
@@ -307,12 +292,7 @@ def evaluate_by_client(
 
     ``people`` are whose data these are, if they are not the clients of the run.
     """
-    recipe = Evaluate(
-        metrics=setup.task.numbers,
-        local_params=method.local_params,
-        scale=method.scales_outputs,
-        batch_statistics=not (method.has_statistics(setup) or method.local_params),
-    )
+    recipe = _make_recipe(setup, method)
     ensemble = _without_home(method.ensemble(setup, state, max(method.sizes(setup))), recipe)
     recipe = replace(recipe, ensembles=(tuple(range(len(ensemble))),))
     tasks = [Task(c, ensemble, state.params, recipe, _seed(c)) for c in testers]

@@ -221,12 +221,7 @@ class Run:
                 find_scores,
             )
         if failures:
-            warnings.warn(
-                f"{len({failure.client for failure in failures})} of {len(people.testers)} clients "
-                "could not be evaluated, and some scores are without them; client "
-                f"{failures[0].client}: {failures[0].reason}",
-                stacklevel=2,
-            )
+            warnings.warn(_describe_failures(failures, len(people.testers)), stacklevel=2)
         if attack is not None and all(score.robust_value is None for score in scores):
             raise TrainingError(
                 "no client's test data could be attacked; an attack needs images whose pixels are "
@@ -296,6 +291,15 @@ def _describe_score(score: SizeScore) -> str:
         if value is not None:
             return f"{text}, {name_score(name, score.metric)} {score.metric.format(value)}"
     return text
+
+
+def _describe_failures(failures: list[Failure], num_testers: int) -> str:
+    """A sentence about clients that gave no valid result."""
+    count, first = len({failure.client for failure in failures}), failures[0]
+    return (
+        f"{count} of {num_testers} clients could not be evaluated, and some scores are without "
+        f"them; client {first.client}: {first.reason}"
+    )
 
 
 def _to_tuple(given: float | tuple[float, ...]) -> tuple[float, ...]:
