@@ -13,6 +13,7 @@ PyTorch and Fedquilt need most before there is a client.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import resource
 import statistics
@@ -38,6 +39,8 @@ def measure(count: int, rounds: int, data: str) -> dict[str, Any]:
 
     import fedquilt as fq
 
+    gc.collect()
+    gc.freeze()  # else one round, whichever, looks through all objects of PyTorch once
     before = read_peak()
 
     def load(client: int) -> tuple[torch.Tensor, torch.Tensor]:

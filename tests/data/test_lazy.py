@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.data import to_examples
 from fedquilt.data.partition import by_class
-from fedquilt.errors import DataError
+from fedquilt.errors import DataError, TrainingError
 from fedquilt.federation.client import Client
 from fedquilt.federation.columns import CodedColumn, LabelColumn, RaggedColumn
 from fedquilt.federation.registry import MANY_CLIENTS, ClientRegistry
@@ -151,6 +152,7 @@ def test_a_method_looks_once_at_each_budget_whatever_the_number_of_clients(monke
         ({"count": 5, "num_examples": 0}, "num_examples is a whole number"),
         ({"count": 5, "num_examples": [1, 2]}, "array of 5"),
         ({"count": 5, "labels": [(0,), (1,)]}, "2 for 5 clients"),
+        ({"count": 5, "labels": 3}, r"labels=range\(10\), got 3"),
         ({"count": 5, "validation": 0.2}, "give num_examples"),
         ({"count": 5, "holdout_clients": 0.2}, "holdout_clients"),
     ],
@@ -169,6 +171,53 @@ def test_a_function_that_returns_nothing_fails_its_client_and_names_it():
     clients = fq.make_clients(lambda client: (torch.zeros(0, 4), torch.zeros(0).long()), count=3)
     with pytest.raises(DataError, match="client 0 has no data"):
         clients.train[0]
+
+
+def test_a_function_that_raises_names_the_client_whose_data_it_was():
+    clients = fq.make_clients(lambda client: load(client // (client - 2)), count=4)
+    assert [clients.clients[client].num_examples for client in (0, 1, 3)] == [6, 6, 6]
+    with pytest.raises(DataError, match="client 2 could not be made: ZeroDivisionError"):
+        clients.clients[2].num_examples  # noqa: B018
+
+
+class Own(torch.utils.data.Dataset):
+    """A client's data as a dataset."""
+
+    def __init__(self, client: int) -> None:
+        self.inputs, self.labels = load(client)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inputs[row], self.labels[row]
+
+
+def test_a_class_of_datasets_makes_the_data_of_clients():
+    ours, theirs = (train(fq.make_clients(make, count=5)) for make in (Own, load))
+    assert all(torch.equal(ours.state.params[name], t) for name, t in theirs.state.params.items())
+
+
+def test_other_sizes_than_were_said_fail_the_client_and_the_reason_names_the_setting():
+    clients = fq.make_clients(load, count=3, num_examples=3, labels=(0, 1, 2))
+    with pytest.raises(TrainingError, match="num_examples is what it makes"):
+        train(clients)
+
+
+@pytest.mark.parametrize("name", ["pfedme", "feduniform"])
+def test_what_is_stored_with_a_finished_model_does_not_grow_with_the_clients(name):
+    lengths = []
+    for count in (10, 1000):
+        clients = fq.make_clients(load, count=count, num_examples=6, labels=(0, 1, 2))
+        settings = fq.LocalTraining(epochs=1, batch_size=4)
+        method = fq.METHODS[name](settings, fraction=2 / count, query_fraction=2 / count)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        run = fq.train(model, torch.zeros(1, 4), method, clients, rounds=1, workers=0)
+        lengths.append(len(json.dumps(run.info.to_json())))
+        assert run.info.decode_subnets()[count - 1].encode() == (
+            run.state.chosen_subnets[count - 1].encode()
+        )
+    assert lengths[1] < lengths[0] + 200
 
 
 def test_a_mapped_file_is_not_copied_and_gives_the_run_of_its_array(tmp_path):

@@ -20,6 +20,7 @@ from pydantic import (
 from torch import Tensor, nn
 
 from fedquilt.data import Normalize
+from fedquilt.federation.chosen import ChosenSubnets, encode_chosen
 from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import Example, to_arguments
 
@@ -39,9 +40,12 @@ def _check_shape(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return sizes
 
 
-def _check_subnet(text: str) -> str:
-    Subnet.decode(text.encode())
-    return text
+def _check_chosen(document: dict[str, Any]) -> dict[str, Any]:
+    try:
+        ChosenSubnets.decode(document)
+    except (AttributeError, KeyError, TypeError) as problem:
+        raise ValueError("no subnets of clients") from problem
+    return document
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class RunInfo:
     inputs: Annotated[tuple[InputSpec, ...], Field(min_length=1)]
     exceeds_budgets: str | None = None
     client_versions: dict[int, NonNegativeInt] = field(default_factory=dict)
-    chosen_subnets: dict[int, Annotated[str, AfterValidator(_check_subnet)]] = field(
+    chosen_subnets: Annotated[dict[str, Any], AfterValidator(_check_chosen)] = field(
         default_factory=dict
     )
     environments: tuple[dict[str, str], ...] = ()
@@ -132,13 +136,13 @@ class RunInfo:
         return replace(
             self,
             client_versions=dict(client_versions),
-            chosen_subnets={c: s.encode().decode() for c, s in chosen_subnets.items()},
+            chosen_subnets=encode_chosen(chosen_subnets),
             environments=tuple(dict(environment) for environment in environments),
         )
 
-    def decode_subnets(self) -> dict[int, Subnet]:
+    def decode_subnets(self) -> Mapping[int, Subnet]:
         """The subnets that clients chose for themselves."""
-        return {c: Subnet.decode(text.encode()) for c, text in self.chosen_subnets.items()}
+        return ChosenSubnets.decode(self.chosen_subnets)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""

@@ -19,7 +19,7 @@ from fedquilt.data.partition import count_fraction, split_holdout_rows
 from fedquilt.data.pipeline import Pipeline
 from fedquilt.data.transformed import transform_examples
 from fedquilt.data.windows import Windows
-from fedquilt.errors import DataError
+from fedquilt.errors import DataError, describe_exception
 from fedquilt.federation.client import SERVER
 from fedquilt.federation.columns import (
     ClientNumbers,
@@ -256,7 +256,13 @@ class CallFunction:
 
     def __call__(self, client: int) -> ClientData:
         """Makes the examples of a client."""
-        examples = self.convert(self.function(client))
+        try:
+            made = self.function(client)
+        except Exception as problem:
+            raise DataError(
+                f"the data of client {client} could not be made: {describe_exception(problem)}"
+            ) from problem
+        examples = self.convert(made)
         if not len(examples):
             raise DataError(f"client {client} has no data; let the function return some")
         return examples

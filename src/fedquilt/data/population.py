@@ -305,6 +305,8 @@ def _read_labels(labels: Any, count: int) -> Any:
     """The label sets of all clients; None: not known."""
     if labels is None:
         return None
+    if not hasattr(labels, "__len__"):
+        raise DataError(f"labels are classes, such as labels=range(10), got {labels!r}")
     if all(isinstance(label, int | np.integer) for label in labels[:1]):
         return CodedColumn.repeat(tuple(sorted(map(int, labels))), count)
     if len(labels) != count:
@@ -341,7 +343,7 @@ def _make_examples(
 
 
 def _is_function(data: Any) -> bool:
-    return callable(data) and not hasattr(data, "__getitem__")
+    return isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__"))
 
 
 def _is_per_client(data: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ class ClientStateStore:
         self.folder = folder
         self.versions: dict[int, int] = {}
         self._after: dict[int, int] = {}  # versions that new ones come after
-        self._synced: set[Path] = set()
+        self._synced: Set[tuple[int, int]] = frozenset()
         self._replaced: set[tuple[int, int]] | None = None  # since ``remove_unused``; None: any
 
     def path(self, client: int, version: int) -> Path:
@@ -55,15 +55,19 @@ class ClientStateStore:
         self.versions, self._after = dict(versions), dict(after)
         self._replaced = None
 
-    def sync(self, versions: Mapping[int, int]) -> None:
-        """Waits until the files of these versions are on the disk."""
-        paths = (self.path(client, version) for client, version in versions.items())
-        existing = {path for path in paths if path.exists()}
-        for path in existing - self._synced:
+    def sync(self, *used: Mapping[int, int]) -> None:
+        """Waits until the files of these versions are on the disk.
+
+        It looks at files of versions alone that were not among those of the last time.
+        """
+        wanted = frozenset[tuple[int, int]]().union(*(versions.items() for versions in used))
+        new = [self.path(client, version) for client, version in wanted - self._synced]
+        existing = [path for path in new if path.exists()]
+        for path in existing:
             fsync(path)
-        if existing - self._synced:
+        if existing:
             fsync(self.folder)
-        self._synced = existing
+        self._synced = wanted
 
     def remove_unused(self, *used: Mapping[int, int]) -> None:
         """Removes the files of versions that none of the given ones uses.

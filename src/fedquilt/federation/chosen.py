@@ -13,6 +13,16 @@ from fedquilt.structure.budget import Budget
 from fedquilt.structure.subnet import Subnet
 
 
+def encode_chosen(chosen: Mapping[int, Subnet]) -> dict[str, Any]:
+    """The subnets of clients as a JSON object; where all have one, what they share is there once.
+
+    ``ChosenSubnets.decode`` makes the subnets again.
+    """
+    if isinstance(chosen, ChosenSubnets):
+        return chosen.encode()
+    return {str(client): subnet.encode().decode() for client, subnet in chosen.items()}
+
+
 class ChosenSubnets(Mapping[int, Subnet]):
     """A subnet for every registered client: that of its budget, unless it has another one.
 

@@ -26,6 +26,7 @@ from fedquilt.structure.structure import Structure, cache_per_structure
 from fedquilt.structure.subnet import Subnet, prefix_mask
 
 LOSS, EXAMPLES = "loss", "examples"  # what every training reports
+HINTS = {EXAMPLES: "; if a function makes its data, num_examples is what it makes"}
 MAX_EXAMPLES = 10**9  # that one client can have
 MAX_LOSS = 1e6  # a mean over examples; what is above says that a net diverged, and nothing else
 MAX_METRICS = 4096
@@ -275,7 +276,7 @@ def _check_metrics(who: str, given: Mapping[str, float], known: Mapping[str, Met
             kind = "a whole number " if metric.is_count else ""
             raise UpdateError(
                 f"{who} reported {value:g} as '{name}', which is {kind}from {metric.low:g} to "
-                f"{high:g}"
+                f"{high:g}{HINTS.get(name, '')}"
             )
 
 

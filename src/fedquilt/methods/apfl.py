@@ -80,8 +80,7 @@ class FedPA(BaseMethod):
     >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
     >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
-    >>> method = fq.FedPA()
-    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> run = fq.train(model, data[0][:1], fq.FedPA(), clients, rounds=1, workers=0)
     >>> [record.bytes_sent for record in run.client_records[0]]  # clients train what they afford
     [268, 268, 140, 140]
     """
@@ -191,6 +190,7 @@ def fed_uniform(
     whole: tuple[str, ...] = (),
     holders: int = 1,
     server_optimizer: ServerOptimizer = TAKE_MEAN,
+    query_fraction: float | None = None,
 ) -> FedPA:
     """FedUniform (Sec. 5.2): one width multiplier for each client, found by its budget.
 
@@ -200,13 +200,13 @@ def fed_uniform(
         whole: Patterns of layers that are never cut.
         holders: Number of clients that must have a channel of the global model.
         server_optimizer: What the server makes of the mean; by default it takes the mean itself.
+        query_fraction: Fraction of the clients that are asked for statistics; None: all.
 
     >>> import torch, fedquilt as fq
     >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
     >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
-    >>> method = fq.fed_uniform()
-    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> run = fq.train(model, data[0][:1], fq.fed_uniform(), clients, rounds=1, workers=0)
     >>> [record.bytes_sent for record in run.client_records[0]]  # clients train what they afford
     [268, 268, 140, 140]
     """
@@ -216,6 +216,7 @@ def fed_uniform(
         whole,
         holders,
         server_optimizer=server_optimizer,
+        query_fraction=query_fraction,
     )
 
 
@@ -246,8 +247,7 @@ class APFL(FedPA):
     >>> data = (torch.rand(24, 4), torch.arange(24) % 3)
     >>> clients = fq.make_clients(data, test=data, count=4, budgets=(1.0, 0.5))
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
-    >>> method = fq.APFL(nets=2)
-    >>> run = fq.train(model, data[0][:1], method, clients, rounds=1, workers=0)
+    >>> run = fq.train(model, data[0][:1], fq.APFL(nets=2), clients, rounds=1, workers=0)
     >>> sorted(run.state.chosen_subnets)  # the clients that chose a subnet
     [0, 1, 2, 3]
     """

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt.errors import CheckpointError, CorruptFileError
-from fedquilt.federation.chosen import ChosenSubnets
+from fedquilt.federation.chosen import ChosenSubnets, encode_chosen
 from fedquilt.federation.state import State
 from fedquilt.files import fsync, read_document, read_tensors, write_document, write_tensors
 from fedquilt.runs.directory import FORMAT_VERSION
 from fedquilt.runs.environment import Environment
 from fedquilt.runs.records import Mark
 from fedquilt.runs.selection import BestRound, SelectionProgress
-from fedquilt.structure.subnet import Subnet
 
 FORMAT = "fedquilt-checkpoint"
 PARAMS_FILE, SERVER_FILE = "params.safetensors", "server.safetensors"
@@ -82,19 +81,12 @@ def _write_state(
         "phase": state.phase,
         "method_state": state.method_state,
         "client_versions": {str(c): v for c, v in client_versions.items()},
-        "chosen_subnets": _encode_chosen(state.chosen_subnets),
+        "chosen_subnets": encode_chosen(state.chosen_subnets),
         "sha256": write_tensors(folder / f"{prefix}{PARAMS_FILE}", state.params),
     }
     if state.server_tensors:
         document["server"] = write_tensors(folder / f"{prefix}{SERVER_FILE}", state.server_tensors)
     return document
-
-
-def _encode_chosen(chosen: Mapping[int, Subnet]) -> dict[str, Any]:
-    """The subnets of clients; where all have one, those that they share are written once."""
-    if isinstance(chosen, ChosenSubnets):
-        return chosen.encode()
-    return {str(client): subnet.encode().decode() for client, subnet in chosen.items()}
 
 
 def _read_state(folder: Path, document: Mapping[str, Any], prefix: str = "") -> State:

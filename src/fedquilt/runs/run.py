@@ -220,13 +220,13 @@ class Run:
                 find_scores(engine=engine, attack=attack),
                 find_scores,
             )
-        if failures:
-            warnings.warn(_describe_failures(failures, len(people.testers)), stacklevel=2)
         if attack is not None and all(score.robust_value is None for score in scores):
             raise TrainingError(
                 "no client's test data could be attacked; an attack needs images whose pixels are "
                 f"from {attack.low:g} to {attack.high:g}, or a PGD with their low and high"
             )
+        if failures:
+            warnings.warn(_describe_failures(failures, len(people.testers)), stacklevel=2)
         return Scores(scores)
 
     def by_client(self, population: Population, *, workers: int | None = None) -> list[ClientScore]:

@@ -62,8 +62,7 @@ class SavedRun:
         if self._directory is None or self._states is None or self._records is None:
             return
         try:
-            for versions in self._list_versions(done):
-                self._states.sync(versions)
+            self._states.sync(*self._list_versions(done))
             done = replace(done, records=self._records.mark(done.state.round))
         except OSError as problem:
             raise CheckpointError(
