@@ -127,11 +127,12 @@ def measure(size: int) -> dict[str, Any]:
             callbacks=[watch],
         )
         watch.begin()
-        small = run.customize(width=0.25)
+        run.customize(width=0.25)
         watch.end("customize")
+        half = run.customize(width=0.5)
     return {
         "parameters": model / 4e6,
-        "small": sum(p.numel() for p in small.parameters()) * 4 / model,
+        "half": sum(p.numel() for p in half.parameters()) * 4 / model,
         "seconds": watch.seconds,
         "peaks": watch.peaks,
         "worker": watch.worker,
@@ -159,6 +160,8 @@ def main() -> None:
     peaks = [(phase, *(f"{got['peaks'][phase]:.2f}" for got in columns)) for phase in PHASES]
     peaks.append(("worker", *(f"{got['worker']:.2f}" for got in columns)))
     peaks.append(("worker, its own pages", *(f"{got['own']:.2f}" for got in columns)))
+    peaks.append(("weights of the larger subnet", *(f"{got['half']:.2f}" for got in columns)))
+    most = max(max(got["peaks"].values()) for got in columns[-2:])
     work = (
         "PyTorch's encoder, HeteroFL, 3 rounds of 4 clients with half or a quarter of the "
         "channels, 2 workers. A round's seconds are the server's processor time, the others are "
@@ -166,8 +169,12 @@ def main() -> None:
     )
     memory = (
         "The largest resident set in each phase, in models, over the process before the model was "
-        "made; target: at most two in the server, and a worker's subnet in a worker. Mapped files "
-        "and pages that processes share count. Up to 10 M parameters fixed costs hide the model.",
+        "made. Mapped files and pages that processes share count. Up to 10 M parameters fixed "
+        "costs hide the model.",
+        "Target: at most two models in the server. The most of the two largest models is "
+        f"{most:.2f}.",
+        "Target: a worker holds its subnet, not the whole. It has the subnet's values, gradients, "
+        "momentum and reply, and maps the file of the model, of which it reads its part.",
     )
     recorder.finish(
         Table("Large models: seconds", header, seconds, work),
