@@ -22,8 +22,8 @@ pictures: .venv/test  ## drawings and screenshots of the docs, from real runs
 	$(BIN)/python tools/draw_methods.py
 	$(BIN)/python tools/screenshots.py
 
-test-docs: .venv/test  ## every command and code block of README and docs/ as typed; an hour
-	$(PYTEST) -m docs tests/test_docs.py
+test-docs: .venv/test  ## commands and code blocks of README and docs/ as typed, and benchmarks; an hour
+	$(PYTEST) -m docs tests/test_docs.py tests/test_benchmarks.py
 
 test-federation: .venv/test  ## runs on Flower for real: every method, and what may go wrong; half an hour
 	$(PYTEST) -m federation tests/deploy

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.customize.ensemble import Ensemble
-from fedquilt.files import hash_file
 from fedquilt.models.splitmix import DigitsCNN
 
 EXAMPLE = torch.zeros(1, 3, 28, 28)
@@ -99,15 +98,14 @@ def switching(model: Ensemble, count: int) -> dict[str, float]:
 
 
 def taking(run: fq.Run, width: float, repeat: int) -> dict[str, float]:
-    """The time to take a model again, what it reads, and what it holds."""
-    model = run.customize(width)
+    """The time to take a model again, and what it reads."""
+    run.customize(width)
     counted = Counted(run.state.params)
     replace(run, state=replace(run.state, params=counted)).customize(width)
     times = seconds(lambda: run.customize(width), repeat)
     return {
         "median": statistics.median(times),
         "bytes_read": counted.num_bytes,
-        "bytes_held": sum(t.nbytes for t in (*model.parameters(), *model.buffers())),
     }
 
 
@@ -137,7 +135,6 @@ def measured(switches: int, repeat: int) -> dict[str, Any]:
             "switch": switching(whole, switches),
             "open": statistics.median(opening),
             "trace": traced,
-            "hash_of_the_file": statistics.median(seconds(lambda: hash_file(file), repeat)),
             "file_bytes": file.stat().st_size,
             "take": {
                 label: {"first": first(width), **taking(run, width, repeat)}

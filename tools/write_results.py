@@ -51,7 +51,7 @@ def write_speed() -> str:
     for path in sorted((VALUES / "benchmarks").glob("*.json")):
         record = json.loads(path.read_text())
         title = record["tables"][0]["title"]
-        title += ", on another machine" if title in titles else ""
+        title += f" ({record['environment']['processor']})" if title in titles else ""
         titles.add(title)
         skip = "<!-- docs-test: skip: minutes, on an idle machine -->"
         parts += [

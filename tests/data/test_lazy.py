@@ -153,6 +153,7 @@ def test_a_method_looks_once_at_each_budget_whatever_the_number_of_clients(monke
         ({"count": 5, "num_examples": [1, 2]}, "array of 5"),
         ({"count": 5, "labels": [(0,), (1,)]}, "2 for 5 clients"),
         ({"count": 5, "labels": 3}, r"labels=range\(10\), got 3"),
+        ({"count": 5, "labels": {0, 1}}, r"labels=range\(10\), got {0, 1}"),
         ({"count": 5, "validation": 0.2}, "give num_examples"),
         ({"count": 5, "holdout_clients": 0.2}, "holdout_clients"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from fedquilt.errors import ConfigError
 from fedquilt.evaluation.scores import SizeScore
@@ -18,7 +19,7 @@ def _check_choice(choice: object) -> object:
     try:
         check_personal_choice(choice)
     except ConfigError as problem:
-        raise ValueError(str(problem)) from None
+        raise PydanticCustomError("choice", "{reason}", {"reason": str(problem)}) from None
     return choice
 
 

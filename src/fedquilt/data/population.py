@@ -305,9 +305,13 @@ def _read_labels(labels: Any, count: int) -> Any:
     """The label sets of all clients; None: not known."""
     if labels is None:
         return None
-    if not hasattr(labels, "__len__"):
-        raise DataError(f"labels are classes, such as labels=range(10), got {labels!r}")
-    if all(isinstance(label, int | np.integer) for label in labels[:1]):
+    try:
+        first = labels[:1]
+    except TypeError:
+        raise DataError(
+            f"labels is a list of classes, such as labels=range(10), got {labels!r}"
+        ) from None
+    if all(isinstance(label, int | np.integer) for label in first):
         return CodedColumn.repeat(tuple(sorted(map(int, labels))), count)
     if len(labels) != count:
         raise DataError(

@@ -222,7 +222,7 @@ class BaseMethod(MethodTraits):
     @property
     def statistics_recipe(self) -> QueryStatistics:
         """How clients find statistics."""
-        return QueryStatistics(self.statistics_batch, scale=self.scales_outputs)
+        return QueryStatistics(self.statistics_batch, scale=self.scales_outputs, attack=self.attack)
 
     @property
     def refreshed_statistics(self) -> QueryStatistics:

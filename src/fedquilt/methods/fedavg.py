@@ -29,7 +29,6 @@ from fedquilt.training.conditional import make_conditional
 from fedquilt.training.local_sgd import LocalSGD
 from fedquilt.training.objectives import Adversarial, Objective, OnceForAll, PlainLoss
 from fedquilt.training.settings import LocalTraining
-from fedquilt.training.statistics import QueryStatistics
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,6 @@ class FedAvg(BaseMethod):
     def personal_statistics(self) -> PersonalStatistics | None:
         """Those of each batch, if none are tracked (Split-Mix, Appendix A.2)."""
         return None if self.tracks_statistics else "batch"
-
-    @property
-    def statistics_recipe(self) -> QueryStatistics:
-        """One pass; the noise halves of a net with a dial see what they saw in training."""
-        recipe = super().statistics_recipe
-        return replace(recipe, attack=self.attack) if self.conditional else recipe
 
     @property
     def attack(self) -> PGD | None:

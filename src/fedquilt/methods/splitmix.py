@@ -211,7 +211,7 @@ class SplitMix(BaseMethod):
     @property
     def statistics_recipe(self) -> QueryStatistics:
         """One pass; where the paper estimates statistics afterwards, 20 with training's batches."""
-        recipe = replace(super().statistics_recipe, attack=self.attack)
+        recipe = super().statistics_recipe
         if self.statistics_kind != "post":
             return recipe
         return recipe.to_refresh(self.local_training.batch_size)

@@ -19,7 +19,7 @@ from fedquilt.structure.subnet import Subnet
 from fedquilt.structure.tensors import to_arguments
 from fedquilt.training.attack import PGD, frozen_model
 from fedquilt.training.context import ClientContext
-from fedquilt.training.dualnorm import on_path
+from fedquilt.training.dualnorm import has_dial, on_path
 from fedquilt.training.loop import iterate_batches, run_batches, split_evenly
 from fedquilt.training.scaler import scale_outputs
 from fedquilt.training.tracking import cumulative_statistics, use_batch_statistics
@@ -42,7 +42,7 @@ class QueryStatistics:
         scale: Whether to use HeteroFL's Scaler.
         personal: Whether the last subnet is the client's own, whose statistics stay on it.
         attack: With it the noise halves of dual normalization see every batch attacked, as in
-            training.
+            training. Nets without them see none.
     """
 
     batch_size: int
@@ -116,11 +116,12 @@ class QueryStatistics:
     ) -> None:
         """Takes the running statistics of all modules from the batches, each loaded once."""
         attack = None if self.attack is None else self.attack.for_examples(examples)
+        noises = [attack if has_dial(module) else None for module in modules]
         generators = [torch.Generator().manual_seed(0) for _ in modules]  # where attacks start
 
         def accumulate(batch: Batch) -> None:
-            for module, generator in zip(modules, generators, strict=True):
-                _see_batch(module, batch, attack, generator)
+            for module, generator, noise in zip(modules, generators, noises, strict=True):
+                _see_batch(module, batch, noise, generator)
 
         with ExitStack() as stack:
             for module in modules:
